@@ -1,0 +1,350 @@
+"""One per rank: walks a run through its phases, asks the wings, hands masks to the engine.
+
+Phases: warmup (nothing frozen) -> profile (frozen and unfrozen side by side) -> ramp (from zero to the plan) -> steady;
+the guard sends any of the last two to cooldown (nothing frozen) -> ramp. All ranks walk in step: transitions depend only on
+step counts, on the loss that every rank has, and on rank 0's broadcast decisions.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rlfreeze_ds.config import FreezeConfig
+from rlfreeze_ds.decision import Decision, batch_seconds, decide
+from rlfreeze_ds.errors import MaskMismatchError, RLFreezeError
+from rlfreeze_ds.freezing.criterion import MixedCriterion, eligible_units
+from rlfreeze_ds.freezing.masks import Mask, masks_checksum
+from rlfreeze_ds.freezing.units import FreezeUnit, StageShape
+from rlfreeze_ds.guard import LossGuard
+from rlfreeze_ds.log import log_rank0, logger
+from rlfreeze_ds.planning.dag import PipelineDag
+from rlfreeze_ds.planning.fit import StageFit, fit_stage, fit_transfer
+from rlfreeze_ds.planning.schedule import Schedule
+from rlfreeze_ds.telemetry.profiler import StepTiming
+from rlfreeze_ds.telemetry.run_log import RunLog
+
+# Steps whose timings a fit looks at: enough for medians, few enough to follow a machine that changes.
+FIT_STEPS = 64
+
+
+@dataclass(frozen=True)
+class StepMasks:
+    """The masks of one step on one stage, one per micro-batch."""
+
+    step: int
+    phase: str
+    masks: tuple[Mask, ...]
+    mean_freeze_ratio: float | None = None
+    """Over all stages of the pipeline; None where nobody asked (only the run log of rank 0 does)."""
+
+    def live_counts(self, num_units: int) -> list[int]:
+        """Per unit, in how many micro-batches of the step it is live."""
+        counts = [len(self.masks)] * num_units
+        for mask in self.masks:
+            for unit in mask:
+                counts[unit] -= 1
+        return counts
+
+
+class FreezeController:
+    """See the module's docstring. Not for users; the engine owns it as ``engine.freeze_controller``."""
+
+    def __init__(
+        self,
+        config: FreezeConfig,
+        units: Sequence[FreezeUnit],
+        shape: StageShape,
+        device: torch.device,
+        run_log: RunLog,
+    ) -> None:
+        self.config = config
+        self.units = units
+        self.shape = shape
+        self.criterion = MixedCriterion(len(units), config.criterion.ema, device)
+        self.guard = LossGuard(config.guard)
+        self.run_log = run_log
+        self.phase = "warmup"
+        self.phase_step = 0
+        self.step = 0
+        self.decision: Decision | None = None
+        self.transfer_s = 0.0
+        self._timings: deque[tuple[StepTiming, StepMasks]] = deque(maxlen=FIT_STEPS)
+        self._in_flight: dict[int, StepMasks] = {}
+        self._losses: dict[int, float] = {}
+        # Decisions travel over gloo on the host: no device synchronisation, and any object fits.
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() and dist.get_world_size() > 1 else None
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._shapes = self._shapes_of_all_stages()
+
+    def describe(self) -> str:
+        """One line for the log at start."""
+        units = sum(len(shape.names) for shape in self._shapes)
+        planning = self.config.planning
+        if planning.max_freeze_ratio == 0:
+            return "max_freeze_ratio is 0, so nothing is ever frozen"
+        return (
+            f"{units} freeze units on {len(self._shapes)} stages, at most {planning.max_freeze_ratio:.0%} of a stage's "
+            f"W time skipped; {self.config.warmup_steps} warm-up and {self.config.profile_steps} profiling steps first"
+        )
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    def begin_step(self, num_micro_batches: int) -> StepMasks:
+        """The masks of the step that starts now."""
+        mean = None
+        if self.run_log.active:
+            shares = [shape.share(mask) for shape in self._shapes for mask in self._masks(shape, num_micro_batches)]
+            mean = sum(shares) / len(shares)
+        return StepMasks(self.step, self.phase, self._masks(self.shape, num_micro_batches), mean)
+
+    def _masks(self, shape: StageShape, num_micro_batches: int) -> tuple[Mask, ...]:
+        """Of any stage, in the step that starts now."""
+        if shape.weights and self.config.planning.max_freeze_ratio > 0:
+            if self.phase == "profile":
+                return self._profile_masks(shape, num_micro_batches)
+            if self._usable(num_micro_batches):
+                return self.decision.masks(self.config, shape, self.step, self._scale())
+        return ((),) * num_micro_batches
+
+    def end_step(self, step_masks: StepMasks, loss: float, timings: Sequence[StepTiming], schedule: Schedule) -> None:
+        """Take what the step brought; re-plan and change phase where due."""
+        self._in_flight[step_masks.step] = step_masks
+        self._losses[step_masks.step] = loss
+        for timing in timings:
+            masks = self._in_flight.pop(timing.step)
+            self._timings.append((timing, masks))
+            self._log_step(timing, masks, self._losses.pop(timing.step))
+        self.step += 1
+        self.phase_step += 1
+        if self.config.planning.max_freeze_ratio == 0:
+            return
+        thaw = self.guard.observe(loss)
+        if thaw and self.phase in ("ramp", "steady"):
+            log_rank0(
+                f"step {self.step}: the loss ({loss:.4f}) left its trend ({self.guard.average:.4f}); nothing is frozen "
+                f"for {self.config.guard.cooldown_steps} steps"
+            )
+            self.run_log.write("guard", step=self.step, loss=loss)
+            self._enter("cooldown")
+            return
+        self._advance(schedule)
+
+    def _advance(self, schedule: Schedule) -> None:
+        config = self.config
+        if self.phase == "warmup" and self.phase_step >= config.warmup_steps:
+            self.criterion.set_reference()
+            self._enter("profile")
+        elif self.phase == "profile" and self.phase_step >= config.profile_steps:
+            self._replan(schedule)
+            self._enter("ramp")
+        elif self.phase == "cooldown" and self.phase_step >= config.guard.cooldown_steps:
+            self._enter("ramp")
+        elif self.phase in ("ramp", "steady"):
+            due = self.decision is None or self.step - self.decision.step >= config.replan_interval
+            if due or not self._usable(schedule.num_micro_batches):
+                self._replan(schedule)
+            if self.phase == "ramp" and self.phase_step >= config.ramp_steps:
+                self._enter("steady")
+
+    def _enter(self, phase: str) -> None:
+        self.phase, self.phase_step = phase, 0
+
+    def _usable(self, num_micro_batches: int) -> bool:
+        return (
+            self.phase in ("ramp", "steady")
+            and self.decision is not None
+            and self.decision.num_micro_batches == num_micro_batches
+        )
+
+    def _scale(self) -> float:
+        return self.phase_step / self.config.ramp_steps if self.phase == "ramp" and self.config.ramp_steps else 1.0
+
+    def _profile_masks(self, shape: StageShape, num_micro_batches: int) -> tuple[Mask, ...]:
+        """Freeze every unit of one stage on a random part of the micro-batches, stage by stage, so that no step is lost.
+
+        On the first stage every other turn leaves the first unit live: that tells weight gradients from input gradients.
+        """
+        turn, stage = divmod(self.phase_step, len(self._shapes))
+        if stage != shape.stage_id:
+            return ((),) * num_micro_batches
+        limit = int(self.config.planning.max_freeze_ratio * num_micro_batches + 1e-9)
+        count = min(max(1, num_micro_batches // 2), max(1, limit))
+        if num_micro_batches == 1 and turn % 2:
+            count = 0
+        everything = tuple(range(len(shape.weights)))
+        mask = everything[1:] if stage == 0 and turn % 2 else everything
+        rng = np.random.default_rng([self.config.seed, self.step, stage])
+        chosen = set(rng.permutation(num_micro_batches)[:count].tolist())
+        return tuple(mask if m in chosen else () for m in range(num_micro_batches))
+
+    # -- decisions: rank 0 decides, everyone acts on the same bytes ---------------------------------------------------
+
+    def _replan(self, schedule: Schedule) -> None:
+        reports = self._gather((self.shape.stage_id, self._fit(), self.criterion.statistics()))
+        text = self._decide(schedule, reports) if self._rank == 0 else ""
+        text = self._broadcast(text)
+        if text:
+            self.decision = Decision.from_json(text)
+        elif self.decision is not None:
+            # A failed solve keeps the last plan, and asks again an interval later.
+            self.decision = Decision(**{**self.decision.__dict__, "step": self.step})
+        self._check_replicas()
+
+    def _decide(self, schedule: Schedule, reports: Sequence[tuple[int, StageFit | None, Any]]) -> str:
+        """Rank 0: the new decision, or "" to keep the last. Nothing that goes wrong here may stop a job."""
+        try:
+            fits = [
+                self._slowest([fit for stage, fit, _ in reports if stage == shape.stage_id]) for shape in self._shapes
+            ]
+            if any(fit is None for fit in fits):
+                logger.warning(f"step {self.step}: no timings yet from some stage; the last plan stays")
+                return ""
+            criterion = self.config.criterion
+            eligible = []
+            for shape in self._shapes:
+                statistics = next(stats for stage, _, stats in reports if stage == shape.stage_id)
+                eligible.append(eligible_units(statistics, criterion.gradient_threshold, criterion.variation_threshold))
+            dag = PipelineDag(schedule)
+            self.transfer_s = self._fit_transfer(dag, fits)
+            decision = decide(self.step, self.config, dag, self._shapes, fits, eligible, self.transfer_s)
+        except (RLFreezeError, ArithmeticError, ValueError) as error:
+            logger.warning(f"step {self.step}: no new plan ({type(error).__name__}: {error}); the last one stays")
+            return ""
+        shares = [shape.share(u for u, ok in enumerate(row) if ok) for shape, row in zip(self._shapes, eligible, strict=True)]
+        logger.info(f"step {self.step}: plan {decision.verdict}; eligible share {min(shares):.2f} to {max(shares):.2f}")
+        self.run_log.write(
+            "plan",
+            **{**asdict(decision), "eligible": None},
+            eligible_share=shares,
+            transfer_s=self.transfer_s,
+            fits=[asdict(fit) for fit in fits],
+        )
+        return decision.to_json()
+
+    def _fit(self) -> StageFit | None:
+        forward, backward = [], []
+        for timing, masks in self._timings:
+            for (kind, micro_batch_id), seconds in timing.seconds.items():
+                if kind == "F":
+                    forward.append(seconds)
+                else:
+                    mask = masks.masks[micro_batch_id]
+                    backward.append((self.shape.share(mask), self.shape.prefix_share(mask), seconds))
+        return fit_stage(forward, backward, first_stage=self.shape.stage_id == 0)
+
+    @staticmethod
+    def _slowest(fits: Sequence[StageFit | None]) -> StageFit | None:
+        """Of the data-parallel replicas of a stage the slowest: the others wait for it at the reduction."""
+        known = [fit for fit in fits if fit is not None]
+        return max(known, key=lambda fit: fit.forward_s + fit.backward_s) if known else None
+
+    def _fit_transfer(self, dag: PipelineDag, fits: Sequence[StageFit]) -> float:
+        """From the steps in which nothing was frozen on any stage."""
+        measured = [
+            timing.makespan_s
+            for timing, masks in self._timings
+            if masks.phase in ("warmup", "cooldown") and len(masks.masks) == dag.schedule.num_micro_batches
+        ]
+        if not measured:
+            return self.transfer_s
+        unmasked = [((),) * dag.schedule.num_micro_batches for _ in self._shapes]
+        return fit_transfer(
+            lambda transfer: batch_seconds(dag, self._shapes, fits, unmasked, transfer), float(np.median(measured))
+        )
+
+    def _check_replicas(self) -> None:
+        """Masks that differ between replicas end in a hang or in silent errors: compare before they are used."""
+        if self._group is None or self.decision is None:
+            return
+        masks = self.decision.masks(self.config, self.shape, self.step)
+        sums = self._gather((self.shape.stage_id, masks_checksum(masks)))
+        sums = self._broadcast(sums)
+        for stage in {stage for stage, _ in sums}:
+            ranks: dict[int, list[int]] = {}
+            for rank, (other, checksum) in enumerate(sums):
+                if other == stage:
+                    ranks.setdefault(checksum, []).append(rank)
+            if len(ranks) > 1:
+                raise MaskMismatchError(
+                    f"step {self.step}, stage {stage}: replicas disagree on what is frozen: ranks "
+                    + " and ".join(str(group) for group in ranks.values())
+                    + " have different masks. All ranks must run the same model, versions and config."
+                )
+
+    def _gather(self, value: Any) -> list[Any]:
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(value, values if self._rank == 0 else None, dst=0, group=self._group)
+        return values
+
+    def _broadcast(self, value: Any) -> Any:
+        if self._group is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
+
+    def _shapes_of_all_stages(self) -> list[StageShape]:
+        gathered = self._broadcast(self._gather(self.shape))
+        by_stage = {shape.stage_id: shape for shape in gathered}
+        return [by_stage[stage] for stage in sorted(by_stage)]
+
+    # -- records ------------------------------------------------------------------------------------------------------
+
+    def _log_step(self, timing: StepTiming, masks: StepMasks, loss: float) -> None:
+        self.run_log.write(
+            "step",
+            step=masks.step,
+            phase=masks.phase,
+            makespan_s=timing.makespan_s,
+            mean_freeze_ratio=masks.mean_freeze_ratio,
+            loss=loss,
+            predicted_makespan_s=self.decision.predicted_makespan_s if self.decision else None,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a resumed run needs to go on as it was, as plain JSON values; per rank."""
+        return {
+            "phase": self.phase,
+            "phase_step": self.phase_step,
+            "step": self.step,
+            "transfer_s": self.transfer_s,
+            "decision": self.decision.to_json() if self.decision else None,
+            "criterion": self.criterion.state_dict(),
+            "guard": {"average": self.guard.average, "beyond": self.guard.beyond},
+            "shape": asdict(self.shape),
+            "timings": [
+                {
+                    "step": t.step,
+                    "makespan_s": t.makespan_s,
+                    "phase": m.phase,
+                    "masks": [list(mask) for mask in m.masks],
+                    "seconds": [[kind, mb, s] for (kind, mb), s in t.seconds.items()],
+                }
+                for t, m in self._timings
+            ],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Go on from ``state``; False (and nothing changed) when it belongs to another partition of the model."""
+        if state["shape"] != {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(self.shape).items()}:
+            return False
+        self.phase, self.phase_step, self.step = state["phase"], state["phase_step"], state["step"]
+        self.transfer_s = state["transfer_s"]
+        self.decision = Decision.from_json(state["decision"]) if state["decision"] else None
+        self.criterion.load_state_dict(state["criterion"])
+        self.guard.average, self.guard.beyond = state["guard"]["average"], state["guard"]["beyond"]
+        self._timings.clear()
+        for row in state["timings"]:
+            seconds = {(kind, mb): s for kind, mb, s in row["seconds"]}
+            masks = StepMasks(row["step"], row["phase"], tuple(tuple(mask) for mask in row["masks"]))
+            self._timings.append((StepTiming(row["step"], seconds, row["makespan_s"]), masks))
+        return True

@@ -1,0 +1,1 @@
+"""WHAT may freeze, and the masks that freeze it: torch, no deepspeed."""

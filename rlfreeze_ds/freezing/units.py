@@ -1,0 +1,87 @@
+"""The freeze units of one stage: what freezes as one, how large it is, what never freezes."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class FreezeUnit:
+    """One unit. ``weight`` is its share of the stage's freezable weight-gradient time, in [0, 1]; element counts stand in
+    for times. ``start`` is the unit's depth: the index of its first parameter among the stage's trainable ones."""
+
+    name: str
+    parameters: tuple[torch.nn.Parameter, ...]
+    weight: float
+    start: int
+
+
+@dataclass(frozen=True)
+class StageShape:
+    """What the planner knows about a stage without holding its tensors; travels to rank 0.
+
+    ``barrier`` is the depth of the first trainable parameter that never freezes (the number of trainable parameters if
+    there is none): a frozen prefix cannot reach past it.
+    """
+
+    stage_id: int
+    names: tuple[str, ...]
+    weights: tuple[float, ...]
+    starts: tuple[int, ...]
+    barrier: int
+
+    def share(self, mask: Iterable[int]) -> float:
+        """Share of the freezable weight-gradient time that ``mask`` skips."""
+        return min(1.0, sum(self.weights[unit] for unit in mask))
+
+    def prefix_share(self, mask: Iterable[int]) -> float:
+        """Share of the units, by weight, that lie before the first live parameter of the stage."""
+        frozen = set(mask)
+        live = [self.starts[unit] for unit in range(len(self.weights)) if unit not in frozen]
+        first_live = min([*live, self.barrier])
+        return min(1.0, sum(weight for weight, start in zip(self.weights, self.starts, strict=True) if start < first_live))
+
+
+def find_units(
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]], unit: str, exclude: Sequence[str]
+) -> tuple[list[FreezeUnit], int]:
+    """The freeze units in the order of the forward pass, and the ``barrier`` of :class:`StageShape`.
+
+    A parameter that the user froze (``requires_grad`` False) is no unit and is never touched. ``unit`` is ``"parameter"``
+    or ``"layer"`` (the first component of the name, as ``PipelineModule`` numbers its layers). ``exclude``: name globs.
+    """
+    groups: dict[str, list[torch.nn.Parameter]] = {}
+    starts: dict[str, int] = {}
+    barrier = None
+    depth = 0
+    for name, parameter in named_parameters:
+        if not parameter.requires_grad:
+            continue
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude):
+            barrier = depth if barrier is None else barrier
+        else:
+            key = name.split(".", 1)[0] if unit == "layer" else name
+            groups.setdefault(key, []).append(parameter)
+            starts.setdefault(key, depth)
+        depth += 1
+    total = sum(parameter.numel() for group in groups.values() for parameter in group) or 1
+    units = [
+        FreezeUnit(key, tuple(group), sum(p.numel() for p in group) / total, starts[key])
+        for key, group in groups.items()
+    ]
+    return units, depth if barrier is None else barrier
+
+
+def shape_of(stage_id: int, units: Sequence[FreezeUnit], barrier: int) -> StageShape:
+    """The travelling description of a stage's units."""
+    return StageShape(
+        stage_id,
+        tuple(unit.name for unit in units),
+        tuple(unit.weight for unit in units),
+        tuple(unit.start for unit in units),
+        barrier,
+    )
