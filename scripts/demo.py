@@ -64,8 +64,8 @@ class Size:
 
 FULL = Size(steps=400, eval_interval=20, flags=())
 QUICK = Size(
-    steps=40,
-    eval_interval=10,
+    steps=80,
+    eval_interval=20,
     flags=(
         "--layers=2", "--width=64", "--heads=2", "--seq-len=32", "--warmup=4", "--eval-batches=1", "--max-bytes=1000000"
     ),
@@ -105,6 +105,7 @@ def main() -> int:
     parser.add_argument("--data", type=Path, default=None, help="folder of text files; default: Python's own library")
     parser.add_argument("--output", type=Path, default=ROOT / "runs/demo", help="where logs and results go")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that the ranks are ended too
     size = QUICK if arguments.quick else FULL
     steps = arguments.steps or size.steps
 
@@ -144,6 +145,9 @@ def main() -> int:
     except JobFailed as failure:
         print(f"\ndemo: {failure}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("\ndemo: interrupted", file=sys.stderr)
+        return 130
 
     summary: dict[str, Any] = {key: mean_or_none([pair[key] for pair in pairs]) for key in FIGURES}
     summary |= {"steps": steps, "seeds": arguments.seeds, "quick": arguments.quick, "versions": versions()}
@@ -215,14 +219,7 @@ def run_job(
                 time.sleep(POLL_SECONDS)
         finally:
             progress.close()
-            if job.poll() is None:
-                # The launcher hands SIGTERM on to its ranks; the session's group catches those that are left.
-                job.terminate()
-                try:
-                    job.wait(timeout=15)
-                except subprocess.TimeoutExpired:
-                    os.killpg(job.pid, signal.SIGKILL)
-                    job.wait()
+            end_session(job)
     records = read_json_lines(metrics_path)
     run = Run(
         steps=[record for record in records if "loss" in record],
@@ -234,6 +231,17 @@ def run_job(
         what = f"the {name} run ended with exit code {job.returncode} after step {len(run.steps)} of {steps}"
         raise JobFailed("\n".join([f"{what}; the end of {log_path}:", *tail]))
     return run
+
+
+def end_session(job: subprocess.Popen[bytes]) -> None:
+    """End whatever is left of a job's session; the ``deepspeed`` command alone would leave its ranks behind."""
+    for sign, patience_s in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 2.0)):
+        deadline = time.monotonic() + patience_s
+        while True:
+XX            if time.monotonic() > deadline:
+                break
+            time.sleep(0.2)
+            job.poll()  # reaps it, else its group would never be seen as gone
 
 
 def free_port() -> int:
@@ -290,10 +298,14 @@ class Progress:
 
 
 def compare(stock: Run, ours: Run, steps: int) -> dict[str, float | None]:
-    """The figures of one pair of runs. What could not be measured is None."""
-    events = [event for event in ours.engine_events if event.get("event") == "step"]
+    """The figures of one pair of runs, all over the same ``steps``; only the time to stock's loss looks further.
+
+    What could not be measured is None.
+    """
+    # The engine's log counts the steps done before, the training script the steps done.
+    events = [event for event in ours.engine_events if event.get("event") == "step" and event["step"] < steps]
     steady = [event for event in events if event.get("phase") == "steady"]
-    steady_steps = {event["step"] for event in steady if event["step"] <= steps}
+    steady_steps = {event["step"] + 1 for event in steady}
     steady_seconds = [record["seconds"] for record in ours.steps if record["step"] in steady_steps]
     stock_seconds = [record["seconds"] for record in stock.steps if record["step"] > UNTIMED_STEPS]
     return {

@@ -281,7 +281,7 @@ def test_ratio_zero_and_flag_off_are_bit_identical_to_stock() -> None:
     assert {result["type"] for result in zero} == {"FreezePipelineEngine"}
     for ours in (off, zero):
         for expected, got in zip(stock, ours, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(expected["losses"], got["losses"]))
+            assert all(torch.equal(a, b) for a, b in zip(expected["losses"], got["losses"], strict=True))
             assert all(torch.equal(expected["weights"][name], got["weights"][name]) for name in expected["weights"])
 
 
