@@ -8,7 +8,7 @@ step counts, on the loss that every rank has, and on rank 0's broadcast decision
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -75,7 +75,9 @@ class FreezeController:
         self.step = 0
         self.decision: Decision | None = None
         self.transfer_s = 0.0
-        self._timings: deque[tuple[StepTiming, StepMasks]] = deque(maxlen=FIT_STEPS)
+        # Warm-up and profiling stay: the steady phase never shows a stage unfrozen or frozen whole, and a fit needs both.
+        self._calibration: deque[tuple[StepTiming, StepMasks]] = deque(maxlen=FIT_STEPS)
+        self._recent: deque[tuple[StepTiming, StepMasks]] = deque(maxlen=FIT_STEPS)
         self._in_flight: dict[int, StepMasks] = {}
         self._losses: dict[int, float] = {}
         # Decisions travel over gloo on the host: no device synchronisation, and any object fits.
@@ -119,7 +121,7 @@ class FreezeController:
         self._losses[step_masks.step] = loss
         for timing in timings:
             masks = self._in_flight.pop(timing.step)
-            self._timings.append((timing, masks))
+            (self._calibration if masks.phase in ("warmup", "profile") else self._recent).append((timing, masks))
             self._log_step(timing, masks, self._losses.pop(timing.step))
         self.step += 1
         self.phase_step += 1
@@ -207,10 +209,11 @@ class FreezeController:
                 logger.warning(f"step {self.step}: no timings yet from some stage; the last plan stays")
                 return ""
             criterion = self.config.criterion
-            eligible = []
-            for shape in self._shapes:
-                statistics = next(stats for stage, _, stats in reports if stage == shape.stage_id)
-                eligible.append(eligible_units(statistics, criterion.gradient_threshold, criterion.variation_threshold))
+            all_statistics = [next(stats for stage, _, stats in reports if stage == shape.stage_id) for shape in self._shapes]
+            eligible = [
+                eligible_units(statistics, criterion.gradient_threshold, criterion.variation_threshold)
+                for statistics in all_statistics
+            ]
             dag = PipelineDag(schedule)
             self.transfer_s = self._fit_transfer(dag, fits)
             decision = decide(self.step, self.config, dag, self._shapes, fits, eligible, self.transfer_s)
@@ -223,6 +226,7 @@ class FreezeController:
             "plan",
             **{**asdict(decision), "eligible": None},
             eligible_share=shares,
+            statistics=[_quantiles(statistics) for statistics in all_statistics],
             transfer_s=self.transfer_s,
             fits=[asdict(fit) for fit in fits],
         )
@@ -230,7 +234,7 @@ class FreezeController:
 
     def _fit(self) -> StageFit | None:
         forward, backward = [], []
-        for timing, masks in self._timings:
+        for timing, masks in [*self._calibration, *self._recent]:
             for (kind, micro_batch_id), seconds in timing.seconds.items():
                 if kind == "F":
                     forward.append(seconds)
@@ -249,7 +253,7 @@ class FreezeController:
         """From the steps in which nothing was frozen on any stage."""
         measured = [
             timing.makespan_s
-            for timing, masks in self._timings
+            for timing, masks in [*self._calibration, *self._recent]
             if masks.phase in ("warmup", "cooldown") and len(masks.masks) == dag.schedule.num_micro_batches
         ]
         if not measured:
@@ -321,16 +325,8 @@ class FreezeController:
             "criterion": self.criterion.state_dict(),
             "guard": {"average": self.guard.average, "beyond": self.guard.beyond},
             "shape": asdict(self.shape),
-            "timings": [
-                {
-                    "step": t.step,
-                    "makespan_s": t.makespan_s,
-                    "phase": m.phase,
-                    "masks": [list(mask) for mask in m.masks],
-                    "seconds": [[kind, mb, s] for (kind, mb), s in t.seconds.items()],
-                }
-                for t, m in self._timings
-            ],
+            "calibration": _rows(self._calibration),
+            "recent": _rows(self._recent),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
@@ -342,9 +338,36 @@ class FreezeController:
         self.decision = Decision.from_json(state["decision"]) if state["decision"] else None
         self.criterion.load_state_dict(state["criterion"])
         self.guard.average, self.guard.beyond = state["guard"]["average"], state["guard"]["beyond"]
-        self._timings.clear()
-        for row in state["timings"]:
-            seconds = {(kind, mb): s for kind, mb, s in row["seconds"]}
-            masks = StepMasks(row["step"], row["phase"], tuple(tuple(mask) for mask in row["masks"]))
-            self._timings.append((StepTiming(row["step"], seconds, row["makespan_s"]), masks))
+        for timings, rows in ((self._calibration, state["calibration"]), (self._recent, state["recent"])):
+            timings.clear()
+            timings.extend(_from_rows(rows))
         return True
+
+
+def _quantiles(statistics: tuple[list[float], list[float]]) -> dict[str, list[float]]:
+    """Median, 90 % and largest value over the units: what a user needs to choose thresholds."""
+    names = ("gradient", "variation")
+    known = [[value for value in values if np.isfinite(value)] or [0.0] for values in statistics]
+    return {name: [float(np.quantile(v, q)) for q in (0.5, 0.9, 1.0)] for name, v in zip(names, known, strict=True)}
+
+
+def _rows(timings: Iterable[tuple[StepTiming, StepMasks]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "step": timing.step,
+            "makespan_s": timing.makespan_s,
+            "phase": masks.phase,
+            "masks": [list(mask) for mask in masks.masks],
+            "seconds": [[kind, micro_batch_id, seconds] for (kind, micro_batch_id), seconds in timing.seconds.items()],
+        }
+        for timing, masks in timings
+    ]
+
+
+def _from_rows(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[StepTiming, StepMasks]]:
+    for row in rows:
+        seconds = {(kind, micro_batch_id): value for kind, micro_batch_id, value in row["seconds"]}
+        yield (
+            StepTiming(row["step"], seconds, row["makespan_s"]),
+            StepMasks(row["step"], row["phase"], tuple(tuple(mask) for mask in row["masks"])),
+        )

@@ -238,7 +238,11 @@ def end_session(job: subprocess.Popen[bytes]) -> None:
     for sign, patience_s in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 2.0)):
         deadline = time.monotonic() + patience_s
         while True:
-XX            if time.monotonic() > deadline:
+            try:
+                os.killpg(job.pid, sign)
+            except ProcessLookupError:
+                return
+            if time.monotonic() > deadline:
                 break
             time.sleep(0.2)
             job.poll()  # reaps it, else its group would never be seen as gone
