@@ -57,7 +57,9 @@ def rank_main(rank: int, options: argparse.Namespace, port: int) -> None:
 
     def module() -> Any:
         layers = [LayerSpec(Block, options.width) for _ in range(options.layers)]
-        return PipelineModule(layers, num_stages=NUM_STAGES, loss_fn=nn.functional.mse_loss, seed_layers=True)
+        return PipelineModule(
+            layers, num_stages=NUM_STAGES, loss_fn=nn.functional.mse_loss, partition_method="uniform", seed_layers=True
+        )
 
     engines = {
         "stock": deepspeed.initialize(model=module(), config=config)[0],

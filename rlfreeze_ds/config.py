@@ -28,7 +28,7 @@ class CriterionConfig(_Strict):
         description="a unit may freeze while its gradient norm, over its level at the end of warm-up, is at most this",
     )
     variation_threshold: float = Field(
-        0.6,
+        1.0,
         gt=0,
         description="a unit may freeze while the change of its gradient norm from look to look, over the norm, is at most this",
     )

@@ -237,11 +237,13 @@ def end_session(job: subprocess.Popen[bytes]) -> None:
     """End whatever is left of a job's session; the ``deepspeed`` command alone would leave its ranks behind."""
     for sign, patience_s in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 2.0)):
         deadline = time.monotonic() + patience_s
+        to_send: int = sign
         while True:
             try:
-                os.killpg(job.pid, sign)
+                os.killpg(job.pid, to_send)
             except ProcessLookupError:
                 return
+            to_send = 0  # from here on it only asks whether anything is left
             if time.monotonic() > deadline:
                 break
             time.sleep(0.2)
