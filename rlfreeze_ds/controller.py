@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -196,7 +196,7 @@ class FreezeController:
             self.decision = Decision.from_json(text)
         elif self.decision is not None:
             # A failed solve keeps the last plan, and asks again an interval later.
-            self.decision = Decision(**{**self.decision.__dict__, "step": self.step})
+            self.decision = replace(self.decision, step=self.step)
         self._check_replicas()
 
     def _decide(self, schedule: Schedule, reports: Sequence[tuple[int, StageFit | None, Any]]) -> str:

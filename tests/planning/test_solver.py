@@ -1,7 +1,6 @@
 import itertools
 import math
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,17 +10,8 @@ from rlfreeze_ds.planning import linear_program
 from rlfreeze_ds.planning.cost_model import Costs, Duration
 from rlfreeze_ds.planning.dag import PipelineDag
 from rlfreeze_ds.planning.instruction import Instruction
-from rlfreeze_ds.planning.profile import read_profile
 from rlfreeze_ds.planning.schedule import Schedule, gpipe, one_f_one_b
 from rlfreeze_ds.planning.solver import Limits, available_solvers, solve
-
-PUBLISHED = Path(__file__).parents[2] / "benchmarks" / "profiles" / "llama8b_h200_pp4_1f1b.csv"
-
-
-@pytest.fixture(scope="module")
-def published() -> tuple[PipelineDag, Costs]:
-    schedule, costs = read_profile(PUBLISHED)
-    return PipelineDag(schedule), costs
 
 
 def uniform(schedule: Schedule, unfrozen_s: float, frozen_s: float, transfer_s: float = 0.0) -> Costs:
