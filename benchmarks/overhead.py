@@ -38,10 +38,11 @@ class Block(nn.Module):
 
 def rank_main(rank: int, options: argparse.Namespace, port: int) -> None:
     """One rank: both engines, pairs of steps; rank 0 writes the record."""
+    # No LOCAL_SIZE: with it DeepSpeed's CPU communication op leaves shared memory behind for ever.
+    os.environ.pop("LOCAL_SIZE", None)
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(NUM_STAGES), LOCAL_SIZE=str(NUM_STAGES),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-    )  # fmt: skip
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(NUM_STAGES), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
     torch.set_num_threads(1)
     import deepspeed
     from deepspeed.pipe import LayerSpec, PipelineModule

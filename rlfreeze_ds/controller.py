@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from rlfreeze_ds.config import FreezeConfig
+from rlfreeze_ds.control_group import ControlGroup
 from rlfreeze_ds.decision import Decision, batch_seconds, decide
 from rlfreeze_ds.errors import MaskMismatchError, RLFreezeError
 from rlfreeze_ds.freezing.criterion import MixedCriterion, eligible_units
@@ -67,12 +67,19 @@ class FreezeController:
         self.config = config
         self.units = units
         self.shape = shape
-        self.criterion = MixedCriterion(len(units), config.criterion.ema, device)
-        self.guard = LossGuard(config.guard)
+        self.device = device
         self.run_log = run_log
+        self.group = ControlGroup()
+        self.shapes = self._shapes_of_all_stages()
+        self.start_afresh(0)
+
+    def start_afresh(self, step: int) -> None:
+        """As at the start of a run: nothing known, warm-up first."""
+        self.criterion = MixedCriterion(len(self.units), self.config.criterion.ema, self.device)
+        self.guard = LossGuard(self.config.guard)
         self.phase = "warmup"
         self.phase_step = 0
-        self.step = 0
+        self.step = step
         self.decision: Decision | None = None
         self.transfer_s = 0.0
         # Warm-up and profiling stay: the steady phase never shows a stage unfrozen or frozen whole, and a fit needs both.
@@ -80,19 +87,15 @@ class FreezeController:
         self._recent: deque[tuple[StepTiming, StepMasks]] = deque(maxlen=FIT_STEPS)
         self._in_flight: dict[int, StepMasks] = {}
         self._losses: dict[int, float] = {}
-        # Decisions travel over gloo on the host: no device synchronisation, and any object fits.
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() and dist.get_world_size() > 1 else None
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self._shapes = self._shapes_of_all_stages()
 
     def describe(self) -> str:
         """One line for the log at start."""
-        units = sum(len(shape.names) for shape in self._shapes)
+        units = sum(len(shape.names) for shape in self.shapes)
         planning = self.config.planning
         if planning.max_freeze_ratio == 0:
             return "max_freeze_ratio is 0, so nothing is ever frozen"
         return (
-            f"{units} freeze units on {len(self._shapes)} stages, at most {planning.max_freeze_ratio:.0%} of a stage's "
+            f"{units} freeze units on {len(self.shapes)} stages, at most {planning.max_freeze_ratio:.0%} of a stage's "
             f"W time skipped; {self.config.warmup_steps} warm-up and {self.config.profile_steps} profiling steps first"
         )
 
@@ -102,7 +105,7 @@ class FreezeController:
         """The masks of the step that starts now."""
         mean = None
         if self.run_log.active:
-            shares = [shape.share(mask) for shape in self._shapes for mask in self._masks(shape, num_micro_batches)]
+            shares = [shape.share(mask) for shape in self.shapes for mask in self._masks(shape, num_micro_batches)]
             mean = sum(shares) / len(shares)
         return StepMasks(self.step, self.phase, self._masks(self.shape, num_micro_batches), mean)
 
@@ -173,7 +176,7 @@ class FreezeController:
 
         On the first stage every other turn leaves the first unit live: that tells weight gradients from input gradients.
         """
-        turn, stage = divmod(self.phase_step, len(self._shapes))
+        turn, stage = divmod(self.phase_step, len(self.shapes))
         if stage != shape.stage_id:
             return ((),) * num_micro_batches
         limit = int(self.config.planning.max_freeze_ratio * num_micro_batches + 1e-9)
@@ -189,9 +192,9 @@ class FreezeController:
     # -- decisions: rank 0 decides, everyone acts on the same bytes ---------------------------------------------------
 
     def _replan(self, schedule: Schedule) -> None:
-        reports = self._gather((self.shape.stage_id, self._fit(), self.criterion.statistics()))
-        text = self._decide(schedule, reports) if self._rank == 0 else ""
-        text = self._broadcast(text)
+        reports = self.group.gather((self.shape.stage_id, self._fit(), self.criterion.statistics()))
+        text = self._decide(schedule, reports) if self.group.rank == 0 else ""
+        text = self.group.broadcast(text)
         if text:
             self.decision = Decision.from_json(text)
         elif self.decision is not None:
@@ -203,24 +206,24 @@ class FreezeController:
         """Rank 0: the new decision, or "" to keep the last. Nothing that goes wrong here may stop a job."""
         try:
             fits = [
-                self._slowest([fit for stage, fit, _ in reports if stage == shape.stage_id]) for shape in self._shapes
+                self._slowest([fit for stage, fit, _ in reports if stage == shape.stage_id]) for shape in self.shapes
             ]
             if any(fit is None for fit in fits):
                 logger.warning(f"step {self.step}: no timings yet from some stage; the last plan stays")
                 return ""
             criterion = self.config.criterion
-            all_statistics = [next(stats for stage, _, stats in reports if stage == shape.stage_id) for shape in self._shapes]
+            all_statistics = [next(stats for stage, _, stats in reports if stage == shape.stage_id) for shape in self.shapes]
             eligible = [
                 eligible_units(statistics, criterion.gradient_threshold, criterion.variation_threshold)
                 for statistics in all_statistics
             ]
             dag = PipelineDag(schedule)
             self.transfer_s = self._fit_transfer(dag, fits)
-            decision = decide(self.step, self.config, dag, self._shapes, fits, eligible, self.transfer_s)
+            decision = decide(self.step, self.config, dag, self.shapes, fits, eligible, self.transfer_s)
         except (RLFreezeError, ArithmeticError, ValueError) as error:
             logger.warning(f"step {self.step}: no new plan ({type(error).__name__}: {error}); the last one stays")
             return ""
-        shares = [shape.share(u for u, ok in enumerate(row) if ok) for shape, row in zip(self._shapes, eligible, strict=True)]
+        shares = [shape.share(u for u, ok in enumerate(row) if ok) for shape, row in zip(self.shapes, eligible, strict=True)]
         logger.info(f"step {self.step}: plan {decision.verdict}; eligible share {min(shares):.2f} to {max(shares):.2f}")
         self.run_log.write(
             "plan",
@@ -258,18 +261,18 @@ class FreezeController:
         ]
         if not measured:
             return self.transfer_s
-        unmasked = [((),) * dag.schedule.num_micro_batches for _ in self._shapes]
+        unmasked = [((),) * dag.schedule.num_micro_batches for _ in self.shapes]
         return fit_transfer(
-            lambda transfer: batch_seconds(dag, self._shapes, fits, unmasked, transfer), float(np.median(measured))
+            lambda transfer: batch_seconds(dag, self.shapes, fits, unmasked, transfer), float(np.median(measured))
         )
 
     def _check_replicas(self) -> None:
         """Masks that differ between replicas end in a hang or in silent errors: compare before they are used."""
-        if self._group is None or self.decision is None:
+        if self.group.alone or self.decision is None:
             return
         masks = self.decision.masks(self.config, self.shape, self.step)
-        sums = self._gather((self.shape.stage_id, masks_checksum(masks)))
-        sums = self._broadcast(sums)
+        sums = self.group.gather((self.shape.stage_id, masks_checksum(masks)))
+        sums = self.group.broadcast(sums)
         for stage in {stage for stage, _ in sums}:
             ranks: dict[int, list[int]] = {}
             for rank, (other, checksum) in enumerate(sums):
@@ -282,22 +285,8 @@ class FreezeController:
                     + " have different masks. All ranks must run the same model, versions and config."
                 )
 
-    def _gather(self, value: Any) -> list[Any]:
-        if self._group is None:
-            return [value]
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.gather_object(value, values if self._rank == 0 else None, dst=0, group=self._group)
-        return values
-
-    def _broadcast(self, value: Any) -> Any:
-        if self._group is None:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self._group)
-        return box[0]
-
     def _shapes_of_all_stages(self) -> list[StageShape]:
-        gathered = self._broadcast(self._gather(self.shape))
+        gathered = self.group.broadcast(self.group.gather(self.shape))
         by_stage = {shape.stage_id: shape for shape in gathered}
         return [by_stage[stage] for stage in sorted(by_stage)]
 
@@ -322,6 +311,7 @@ class FreezeController:
             "step": self.step,
             "transfer_s": self.transfer_s,
             "decision": self.decision.to_json() if self.decision else None,
+            "config": self.config.model_dump(),
             "criterion": self.criterion.state_dict(),
             "guard": {"average": self.guard.average, "beyond": self.guard.beyond},
             "shape": asdict(self.shape),
@@ -329,19 +319,20 @@ class FreezeController:
             "recent": _rows(self._recent),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Go on from ``state``; False (and nothing changed) when it belongs to another partition of the model."""
-        if state["shape"] != {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(self.shape).items()}:
-            return False
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state``, which must be of this stage and partition. Under another config than it was saved with, the
+        decision is left behind: it may break the new limits."""
         self.phase, self.phase_step, self.step = state["phase"], state["phase_step"], state["step"]
         self.transfer_s = state["transfer_s"]
-        self.decision = Decision.from_json(state["decision"]) if state["decision"] else None
+        keep = state["decision"] is not None and state["config"] == self.config.model_dump()
+        self.decision = Decision.from_json(state["decision"]) if keep else None
         self.criterion.load_state_dict(state["criterion"])
         self.guard.average, self.guard.beyond = state["guard"]["average"], state["guard"]["beyond"]
+        self._in_flight.clear()
+        self._losses.clear()
         for timings, rows in ((self._calibration, state["calibration"]), (self._recent, state["recent"])):
             timings.clear()
             timings.extend(_from_rows(rows))
-        return True
 
 
 def _quantiles(statistics: tuple[list[float], list[float]]) -> dict[str, list[float]]:

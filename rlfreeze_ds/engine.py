@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,11 +12,12 @@ from deepspeed.runtime.pipe import schedule as ds_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 
+from rlfreeze_ds.checkpoint import load_state, save_state
 from rlfreeze_ds.config import FreezeConfig
 from rlfreeze_ds.controller import FreezeController, StepMasks
 from rlfreeze_ds.errors import UnsupportedError
 from rlfreeze_ds.freezing.masks import Mask, masked
-from rlfreeze_ds.freezing.optimizer import check_optimizer, settle_gradients, thaw
+from rlfreeze_ds.freezing.optimizer import check_optimizer, check_optimizer_config, settle_gradients, thaw
 from rlfreeze_ds.freezing.units import find_units, shape_of
 from rlfreeze_ds.planning.schedule import Schedule, from_pipe_schedules
 from rlfreeze_ds.telemetry.profiler import InstructionProfiler
@@ -118,6 +120,27 @@ class FreezeEngineMixin:
             self._order_key = key
         return self._order
 
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, save_dir: str, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As stock, with the freeze state in a file of its own beside DeepSpeed's."""
+        # First, so that "latest" never names a checkpoint that lacks it.
+        save_state(self.freeze_controller, os.path.join(save_dir, str(tag or f"global_step{self.global_steps}")))
+        return super().save_checkpoint(save_dir, tag, *args, **kwargs)
+
+    def load_checkpoint(self, load_dir: str, *args: Any, **kwargs: Any) -> Any:
+        """As stock; training then goes on with the plan and the statistics of the checkpoint, where it has them.
+
+        A load without optimizer states begins a new training, so nothing is taken over.
+        """
+        stock = super().load_checkpoint
+        call = inspect.signature(stock).bind(load_dir, *args, **kwargs)
+        call.apply_defaults()
+        path, client_state = stock(load_dir, *args, **kwargs)
+        if path is not None and call.arguments["load_optimizer_states"] and not call.arguments["load_module_only"]:
+            load_state(self.freeze_controller, os.path.dirname(path), self.global_steps)
+        return path, client_state
+
     # -- instructions -------------------------------------------------------------------------------------------------
 
     def _exec_masked_forward(self, buffer_id: int, micro_batch_id: int, mask: Mask) -> None:
@@ -213,7 +236,10 @@ def bind_config(config: FreezeConfig) -> Callable[..., FreezePipelineEngine]:
     """What stands in for the name ``PipelineEngine`` during ``deepspeed.initialize``."""
 
     def build(*args: Any, **kwargs: Any) -> FreezePipelineEngine:
-        check_supported_config(kwargs.get("config_class"))
+        config_class = kwargs.get("config_class")
+        check_supported_config(config_class)
+        if kwargs.get("optimizer") is None:
+            check_optimizer_config(config_class.optimizer_name, config_class.optimizer_params or {})
         # The config must be there before __init__ runs, and stock's signature must not change.
         engine = FreezePipelineEngine.__new__(FreezePipelineEngine)
         object.__setattr__(engine, "freeze_config", config)

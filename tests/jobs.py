@@ -39,12 +39,12 @@ def ds_config(
     return config
 
 
-def pipeline(num_stages: int, num_layers: int = 4, **kwargs: Any) -> Any:
-    """A seeded PipelineModule of ``num_layers`` blocks; the weights do not depend on the number of stages."""
+def pipeline(num_stages: int, num_layers: int = 4, layers: list[Any] | None = None, **kwargs: Any) -> Any:
+    """A seeded PipelineModule of ``num_layers`` blocks (or of ``layers``); the weights do not depend on the number of stages."""
     from deepspeed.pipe import LayerSpec, PipelineModule
 
     return PipelineModule(
-        [LayerSpec(Block) for _ in range(num_layers)],
+        layers or [LayerSpec(Block) for _ in range(num_layers)],
         num_stages=num_stages,
         loss_fn=nn.functional.mse_loss,
         partition_method="uniform",

@@ -289,21 +289,14 @@ def whole_run_job(num_stages: int, sleep_s: float) -> dict[str, Any]:
     """A run through all phases whose layers' weight gradients take time, so that freezing pays."""
     engine = build(num_stages, jobs.ds_config(4, rlfreeze=QUICK))
     controller = engine.freeze_controller
-    phases, checks, losses = [], [], []
+    phases, losses = [], []
     for step in range(24):
         slow_weight_gradients(engine, sleep_s)
         phases.append(controller.phase)
         losses.append(float(engine.train_batch(jobs.batches(step, 4))))
-        if step == 14:
-            saved, masks = json.dumps(controller.state_dict()), controller.begin_step(4)
-            controller.phase, controller.step, controller.decision = "warmup", 0, None
-            controller.criterion.set_reference()
-            checks.append(controller.load_state_dict(json.loads(saved)))
-            checks += [controller.begin_step(4) == masks, json.dumps(controller.state_dict()) == saved]
     decision = controller.decision
     return {
         "phases": phases,
-        "checks": checks,
         "losses": losses,
         "decision": decision.to_json(),
         "step": controller.step,
@@ -325,7 +318,6 @@ def test_a_run_walks_all_phases_and_plans_a_real_gain() -> None:
         assert result["phases"][0] == "warmup" and result["phases"][4] == "profile"
         assert result["phases"][7] == "ramp" and result["phases"][-1] == "steady"
         assert result["gain"] > 1.1 and 0 < result["mean"] <= 0.5
-        assert all(result["checks"]) and result["checks"]
         assert all(loss == loss for loss in result["losses"])
     assert results[0]["decision"] == results[1]["decision"]
 
@@ -352,13 +344,28 @@ def test_replicas_that_disagree_are_an_error_on_every_rank() -> None:
 
 
 def refusal_job(cases: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> dict[str, str]:
+    from deepspeed.moe.layer import MoE
+    from deepspeed.pipe import LayerSpec, TiedLayerSpec
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
     import rlfreeze_ds
     from rlfreeze_ds.errors import RLFreezeError
 
+    def pipeline_of(name: str, **kwargs: Any) -> Any:
+        if name == "tied":
+            tied = TiedLayerSpec("both ends", jobs.Block, tied_weight_attr="linear.weight")
+            return jobs.pipeline(2, layers=[tied, LayerSpec(jobs.Block), LayerSpec(jobs.Block), tied], **kwargs)
+        if name == "tensor parallel":
+            return jobs.pipeline(None, LAYERS, topology=PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1))
+        if name == "moe":
+            expert = LayerSpec(MoE, jobs.WIDTH, jobs.Block(), num_experts=2)
+            return jobs.pipeline(2, layers=[expert] * 4, **kwargs)
+        return jobs.pipeline(2, LAYERS, **kwargs)
+
     messages = {}
     for name, changes, kwargs in cases:
-        model = nn.Linear(4, 4) if name == "no pipeline" else jobs.pipeline(2, LAYERS, **kwargs)
         try:
+            model = nn.Linear(4, 4) if name == "no pipeline" else pipeline_of(name, **kwargs)
             rlfreeze_ds.initialize(
                 model=model, config=jobs.ds_config(4, rlfreeze=changes.pop("block", QUICK), **changes)
             )
@@ -380,6 +387,9 @@ def test_what_cannot_be_exact_is_refused_on_every_rank() -> None:
         ("fp16", {"fp16": {"enabled": True}}, {}),
         ("fused", {"optimizer": adam}, {}),
         ("checkpointing", {}, {"activation_checkpoint_interval": 1}),
+        ("tied", {}, {}),
+        ("tensor parallel", {}, {}),
+        ("moe", {}, {}),
         ("no pipeline", {}, {}),
         ("wrong key", {"block": {"enabled": True, "warmup_stps": 3}}, {}),
     ]
@@ -391,6 +401,9 @@ def test_what_cannot_be_exact_is_refused_on_every_rank() -> None:
         "fp16": "fp16.enabled",
         "fused": "torch_adam",
         "checkpointing": "activation_checkpoint_interval",
+        "tied": "tied layers ['both ends']",
+        "tensor parallel": "tensor parallelism",
+        "moe": "mixture-of-experts",
         "no pipeline": "Linear",
         "wrong key": '"warmup_steps"',
         "afterwards": "PipelineEngine",

@@ -156,13 +156,16 @@ def test_resume_continues_exactly(tmp_path: Path) -> None:
     """Ten steps in one go, and six plus four after a resume, give the same losses."""
 
     def train(output: Path, *flags: str) -> list[float]:
-        environment = demo.child_environment(2)
+        environment, port = demo.child_environment(2), demo.free_port()
         command = [
-            "deepspeed", "--num_gpus", "2", "--master_port", str(demo.free_port()), "scripts/train_gpt.py",
+            "deepspeed", "--num_gpus", "2", "--master_port", str(port), "scripts/train_gpt.py",
             "--deepspeed", "--deepspeed_config", "ds_configs/gpt_stock.json", f"--output={output}",
             *demo.QUICK.flags, "--lr-steps=10", *flags,
         ]  # fmt: skip
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+        try:
+            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
+        finally:
+            demo.free_shared_memory(port)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return [record["loss"] for record in demo.read_json_lines(output / "metrics.jsonl") if "loss" in record]
 
@@ -182,7 +185,7 @@ def test_quick_demo_end_to_end(tmp_path: Path) -> None:
         env=dict(os.environ),
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=500,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     summary = json.loads((tmp_path / "summary.json").read_text())

@@ -7,7 +7,7 @@ until after the step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,13 +24,25 @@ def check_optimizer(optimizer: Any) -> None:
     Raises:
         UnsupportedError
     """
-    if type(optimizer) in SUPPORTED_OPTIMIZERS:
-        return
+    if type(optimizer) not in SUPPORTED_OPTIMIZERS:
+        raise _unsupported(f"{type(optimizer).__module__}.{type(optimizer).__name__}")
+
+
+def check_optimizer_config(name: str | None, params: Mapping[str, Any]) -> None:
+    """The part of :func:`check_optimizer` that needs no optimizer: DeepSpeed compiles its own Adam for most of a minute.
+
+    Raises:
+        UnsupportedError
+    """
+    if (name or "").lower() in ("adam", "adamw") and not params.get("torch_adam", False):
+        raise _unsupported(f'"{name}" (DeepSpeed\'s FusedAdam)')
+
+
+def _unsupported(optimizer: str) -> UnsupportedError:
     allowed = ", ".join(kind.__name__ for kind in SUPPORTED_OPTIMIZERS)
-    raise UnsupportedError(
-        f"optimizer {type(optimizer).__module__}.{type(optimizer).__name__}: a wholly frozen parameter is left exactly alone "
-        f'by torch.optim\'s {allowed} only so far. In the DeepSpeed JSON add "torch_adam": true to optimizer.params of '
-        'Adam or AdamW, or use "SGD", or disable "rlfreeze".'
+    return UnsupportedError(
+        f"optimizer {optimizer}: a wholly frozen parameter is left exactly alone by torch.optim's {allowed} only so far. In the "
+        'DeepSpeed JSON add "torch_adam": true to optimizer.params of Adam or AdamW, or use "SGD", or disable "rlfreeze".'
     )
 
 

@@ -1,0 +1,12 @@
+"""What holds for every test."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# DeepSpeed compiles its CPU communication op at its first start. A process that is killed meanwhile leaves a lock file behind,
+# and every later start waits for it for ever: so the tests keep a build of their own, and begin without a lock.
+_BUILDS = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).parent.parent / ".cache" / "torch_extensions")))
+for _lock in _BUILDS.glob("**/lock"):
+    _lock.unlink(missing_ok=True)
