@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 
 from rlfreeze_ds.checkpoint import load_state, save_state
 from rlfreeze_ds.config import FreezeConfig
+from rlfreeze_ds.control_group import ControlGroup
 from rlfreeze_ds.controller import FreezeController, StepMasks
 from rlfreeze_ds.errors import UnsupportedError
 from rlfreeze_ds.freezing.masks import Mask, masked
@@ -240,6 +241,9 @@ def bind_config(config: FreezeConfig) -> Callable[..., FreezePipelineEngine]:
         check_supported_config(config_class)
         if kwargs.get("optimizer") is None:
             check_optimizer_config(config_class.optimizer_name, config_class.optimizer_params or {})
+            if kwargs.get("model_parameters") is not None:
+                kwargs["model_parameters"] = list(kwargs["model_parameters"])
+                check_something_to_train(kwargs["model"].stage_id, kwargs["model_parameters"])
         # The config must be there before __init__ runs, and stock's signature must not change.
         engine = FreezePipelineEngine.__new__(FreezePipelineEngine)
         object.__setattr__(engine, "freeze_config", config)
@@ -263,6 +267,23 @@ def check_supported_call(model: Any) -> None:
     if type(model).__name__ == "DualPipeVModule":
         raise UnsupportedError(
             '"rlfreeze" does not drive the DualPipeV schedule; use a PipelineModule, or disable "rlfreeze".'
+        )
+
+
+def check_something_to_train(stage_id: int, model_parameters: Sequence[Any]) -> None:
+    """Collective. An optimizer over nothing fails, and would leave the ranks of the other stages waiting.
+
+    Raises:
+        UnsupportedError: on every rank.
+    """
+    group = ControlGroup()
+    reports = group.broadcast(group.gather((stage_id, len(model_parameters))))
+    empty = sorted({stage for stage, count in reports if count == 0})
+    if empty:
+        raise UnsupportedError(
+            f"model_parameters is empty on stage {', '.join(map(str, empty))}: no parameter of it has requires_grad, and no "
+            "optimizer can be made there. Leave model_parameters out (then frozen parameters stay as they are), cut the stages "
+            "differently, or train something of the stage."
         )
 
 

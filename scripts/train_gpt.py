@@ -38,6 +38,7 @@ VOCABULARY = 256  # byte values
 VALIDATION_SHARE = 0.05  # of the corpus' bytes
 FINAL_LR_SHARE = 0.1  # the cosine decays to this share of the peak
 INIT_STD = 0.02
+ROTARY_BASE = 1000.0  # wavelengths from 2 pi up to 2 pi x this, in bytes
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -69,8 +70,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--min-steps", type=int, default=0, help="the two early stops act from this step on")
     parser = deepspeed.add_config_arguments(parser)
     arguments = parser.parse_args(argv)
-    if arguments.width % arguments.heads:
-        parser.error(f"--width {arguments.width} must be a multiple of --heads {arguments.heads}")
+    if arguments.width % (2 * arguments.heads):
+        parser.error(f"--width {arguments.width} must be an even multiple of --heads {arguments.heads}")
     if arguments.lr_steps is None:
         arguments.lr_steps = arguments.steps
     return arguments
@@ -175,26 +176,40 @@ def cut_samples(text: np.ndarray, offsets: np.ndarray, seq_len: int) -> Batch:
 
 
 class Embedding(nn.Module):
-    """Byte and position embeddings: [batch, time] -> [batch, time, width]."""
+    """Byte embeddings: [batch, time] -> [batch, time, width]. Positions enter in the attention."""
 
-    def __init__(self, width: int, seq_len: int, seed: int) -> None:
+    def __init__(self, width: int, seed: int) -> None:
         super().__init__()
         self.byte = nn.Embedding(VOCABULARY, width)
-        self.position = nn.Embedding(seq_len, width)
-        draw = torch.Generator().manual_seed(seed)
-        for table in (self.byte, self.position):
-            nn.init.normal_(table.weight, std=INIT_STD, generator=draw)
+        nn.init.normal_(self.byte.weight, std=INIT_STD, generator=torch.Generator().manual_seed(seed))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.byte(tokens) + self.position.weight[: tokens.shape[1]]
+        return self.byte(tokens)
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding: turns pairs of channels by angles that grow with the position. [..., time, width]."""
+
+    def __init__(self, width: int, seq_len: int) -> None:
+        super().__init__()
+        frequencies = ROTARY_BASE ** (-torch.arange(0, width, 2) / width)
+        angles = torch.arange(seq_len)[:, None] * frequencies
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, vectors: torch.Tensor) -> torch.Tensor:
+        cos, sin = self.cos[: vectors.shape[-2]], self.sin[: vectors.shape[-2]]
+        first, second = vectors.chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block: causal self-attention, then a four times wider MLP."""
+    """Pre-norm transformer block: causal self-attention with normed queries and keys, then a four times wider MLP."""
 
-    def __init__(self, width: int, heads: int, num_layers: int, seed: int) -> None:
+    def __init__(self, width: int, heads: int, seq_len: int, num_layers: int, seed: int) -> None:
         super().__init__()
         self.heads = heads
+        self.rotary = Rotary(width // heads, seq_len)
         self.norm_attention = nn.LayerNorm(width)
         self.query_key_value = nn.Linear(width, 3 * width, bias=False)
         self.attention_out = nn.Linear(width, width, bias=False)
@@ -216,6 +231,7 @@ class Block(nn.Module):
         projected = self.query_key_value(self.norm_attention(hidden))
         # [batch, time, 3 * width] -> three of [batch, heads, time, width / heads]
         query, key, value = projected.view(batch, time_, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        query, key = (self.rotary(F.rms_norm(part, (part.shape[-1],))) for part in (query, key))
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.attention_out(attended.transpose(1, 2).reshape(batch, time_, width))
         return hidden + self.mlp_out(F.gelu(self.mlp_in(self.norm_mlp(hidden))))
@@ -244,8 +260,11 @@ def build_model(arguments: argparse.Namespace) -> nn.Module:
 
     seeds = [int(word) for word in np.random.SeedSequence(arguments.seed).generate_state(arguments.layers + 2)]
     layers = [
-        LayerSpec(Embedding, arguments.width, arguments.seq_len, seeds[0]),
-        *(LayerSpec(Block, arguments.width, arguments.heads, arguments.layers, seed) for seed in seeds[1:-1]),
+        LayerSpec(Embedding, arguments.width, seeds[0]),
+        *(
+            LayerSpec(Block, arguments.width, arguments.heads, arguments.seq_len, arguments.layers, seed)
+            for seed in seeds[1:-1]
+        ),
         LayerSpec(Head, arguments.width, seeds[-1]),
     ]
     # Blocks hold nearly all of the time, so equal numbers of them balance the stages.

@@ -214,6 +214,8 @@ def merge(results: list[dict[str, Any]], key: str, *index: int) -> dict[str, tor
         (2, 1, "adamw"),
         (2, 8, "adamw"),
         (1, 4, "adamw"),
+        (3, 4, "adamw"),
+        (4, 6, "adamw"),
     ],
 )
 def test_masked_training_equals_a_single_process_loop(num_stages: int, micro_batches: int, optimizer: str) -> None:

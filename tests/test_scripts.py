@@ -122,13 +122,25 @@ def test_learning_rate_warms_up_decays_and_stays() -> None:
 def test_attention_does_not_look_ahead() -> None:
     import torch
 
-    block = train_gpt.Block(width=16, heads=2, num_layers=1, seed=0)
+    block = train_gpt.Block(width=16, heads=2, seq_len=6, num_layers=1, seed=0)
     hidden = torch.randn(1, 6, 16, generator=torch.Generator().manual_seed(0))
     changed = hidden.clone()
     changed[:, 4:] += 1.0
     before, after = block(hidden), block(changed)
     assert torch.allclose(before[:, :4], after[:, :4])
     assert not torch.allclose(before[:, 4:], after[:, 4:])
+
+
+def test_attention_sees_distances_not_places() -> None:
+    import torch
+
+    rotary = train_gpt.Rotary(width=8, seq_len=12)
+    query, key = (torch.randn(8, generator=torch.Generator().manual_seed(seed)).expand(12, 8) for seed in (0, 1))
+    scores = rotary(query) @ rotary(key).T
+    for distance in range(1, 12):
+        along = scores.diagonal(-distance)
+        assert torch.allclose(along, along[0].expand_as(along), atol=1e-5)
+    assert scores.diagonal(-1)[0] != pytest.approx(float(scores.diagonal(-5)[0]))
 
 
 def make_run(seconds: list[float], losses: dict[int, float]) -> object:
