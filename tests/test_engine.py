@@ -140,7 +140,8 @@ def reference_run(
 def build(num_stages: int, config: dict[str, Any]) -> Any:
     import rlfreeze_ds
 
-    return rlfreeze_ds.initialize(model=jobs.pipeline(num_stages, LAYERS), config=config)[0]
+    # A copy: DeepSpeed before 0.19 takes keys out of the dict it is given.
+    return rlfreeze_ds.initialize(model=jobs.pipeline(num_stages, LAYERS), config=copy.deepcopy(config))[0]
 
 
 def dp_rank(engine: Any) -> int:
