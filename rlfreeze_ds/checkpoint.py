@@ -57,6 +57,7 @@ class _StageState(_Strict):
     decision: str | None
     config: dict[str, Any]
     criterion: _Criterion
+    losses: list[tuple[int, float]]
     guard: _Guard
     shape: dict[str, Any]
     calibration: list[_Timing]

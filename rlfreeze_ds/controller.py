@@ -27,6 +27,7 @@ from rlfreeze_ds.log import log_rank0, logger
 from rlfreeze_ds.planning.dag import PipelineDag
 from rlfreeze_ds.planning.fit import StageFit, fit_stage, fit_transfer
 from rlfreeze_ds.planning.schedule import Schedule
+from rlfreeze_ds.telemetry.late_scalar import LateScalar
 from rlfreeze_ds.telemetry.profiler import StepTiming
 from rlfreeze_ds.telemetry.run_log import RunLog
 
@@ -86,7 +87,7 @@ class FreezeController:
         self._calibration: deque[tuple[StepTiming, StepMasks]] = deque(maxlen=FIT_STEPS)
         self._recent: deque[tuple[StepTiming, StepMasks]] = deque(maxlen=FIT_STEPS)
         self._in_flight: dict[int, StepMasks] = {}
-        self._losses: dict[int, float] = {}
+        self._losses: dict[int, LateScalar] = {}
 
     def describe(self) -> str:
         """One line for the log at start."""
@@ -118,25 +119,29 @@ class FreezeController:
                 return self.decision.masks(self.config, shape, self.step, self._scale())
         return ((),) * num_micro_batches
 
-    def end_step(self, step_masks: StepMasks, loss: float, timings: Sequence[StepTiming], schedule: Schedule) -> None:
-        """Take what the step brought; re-plan and change phase where due."""
+    def end_step(
+        self, step_masks: StepMasks, loss: torch.Tensor, timings: Sequence[StepTiming], schedule: Schedule
+    ) -> None:
+        """Take what the step brought; re-plan and change phase where due. The guard looks at the loss of the step before:
+        this one's may still be on its way from the device, and all ranks must look at the same."""
         self._in_flight[step_masks.step] = step_masks
-        self._losses[step_masks.step] = loss
+        self._losses[step_masks.step] = LateScalar(loss)
         for timing in timings:
             masks = self._in_flight.pop(timing.step)
             (self._calibration if masks.phase in ("warmup", "profile") else self._recent).append((timing, masks))
-            self._log_step(timing, masks, self._losses.pop(timing.step))
+            self._log_step(timing, masks)
+        self._losses.pop(self.step - 3, None)
+        known = self._losses[self.step - 1].read() if self.step - 1 in self._losses else None
         self.step += 1
         self.phase_step += 1
         if self.config.planning.max_freeze_ratio == 0:
             return
-        thaw = self.guard.observe(loss)
-        if thaw and self.phase in ("ramp", "steady"):
+        if known is not None and self.guard.observe(known) and self.phase in ("ramp", "steady"):
             log_rank0(
-                f"step {self.step}: the loss ({loss:.4f}) left its trend ({self.guard.average:.4f}); nothing is frozen "
+                f"step {self.step}: the loss ({known:.4f}) left its trend ({self.guard.average:.4f}); nothing is frozen "
                 f"for {self.config.guard.cooldown_steps} steps"
             )
-            self.run_log.write("guard", step=self.step, loss=loss)
+            self.run_log.write("guard", step=self.step, loss=known)
             self._enter("cooldown")
             return
         self._advance(schedule)
@@ -293,14 +298,16 @@ class FreezeController:
 
     # -- records ------------------------------------------------------------------------------------------------------
 
-    def _log_step(self, timing: StepTiming, masks: StepMasks, loss: float) -> None:
+    def _log_step(self, timing: StepTiming, masks: StepMasks) -> None:
+        if not self.run_log.active:
+            return
         self.run_log.write(
             "step",
             step=masks.step,
             phase=masks.phase,
             makespan_s=timing.makespan_s,
             mean_freeze_ratio=masks.mean_freeze_ratio,
-            loss=loss,
+            loss=self._losses[masks.step].read(),
             predicted_makespan_s=self.decision.predicted_makespan_s if self.decision else None,
         )
 
@@ -314,6 +321,7 @@ class FreezeController:
             "decision": self.decision.to_json() if self.decision else None,
             "config": self.config.model_dump(),
             "criterion": self.criterion.state_dict(),
+            "losses": [[step, loss.read()] for step, loss in self._losses.items()],
             "guard": {"average": self.guard.average, "beyond": self.guard.beyond},
             "shape": asdict(self.shape),
             "calibration": _rows(self._calibration),
@@ -330,7 +338,7 @@ class FreezeController:
         self.criterion.load_state_dict(state["criterion"])
         self.guard.average, self.guard.beyond = state["guard"]["average"], state["guard"]["beyond"]
         self._in_flight.clear()
-        self._losses.clear()
+        self._losses = {step: LateScalar(torch.tensor(loss, dtype=torch.float64)) for step, loss in state["losses"]}
         for timings, rows in ((self._calibration, state["calibration"]), (self._recent, state["recent"])):
             timings.clear()
             timings.extend(_from_rows(rows))

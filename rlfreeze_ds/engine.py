@@ -105,7 +105,7 @@ class FreezeEngineMixin:
         """As stock; afterwards the controller takes the step's loss and timings."""
         loss = super().train_batch(data_iter)
         timings = self._freeze_profiler.finish_step(self._step_masks.step)
-        self.freeze_controller.end_step(self._step_masks, float(loss), timings, self._instruction_order())
+        self.freeze_controller.end_step(self._step_masks, loss, timings, self._instruction_order())
         return loss
 
     def _instruction_order(self) -> Schedule:

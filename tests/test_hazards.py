@@ -185,3 +185,28 @@ def killed_job() -> None:
 def test_a_killed_rank_ends_the_others_with_an_error() -> None:
     with pytest.raises(AssertionError, match="rank 0 failed first|exit codes .*-9"):
         run_ranks(killed_job, 2, timeout_s=60)
+
+
+def loss_jump_job() -> dict[str, Any]:
+    guard = {"tolerance": 0.5, "patience": 2, "cooldown_steps": 4}
+    engine = build(2, jobs.ds_config(MICRO_BATCHES, rlfreeze=QUICK | {"guard": guard}))
+    phases, frozen = [], []
+    for step in range(30):
+        slow_weight_gradients(engine, 0.001)
+        phases.append(engine.freeze_controller.phase)
+        scale = 50.0 if 16 <= step < 20 else 1.0
+        engine.train_batch(iter([(x, scale * y) for x, y in jobs.batches(step, MICRO_BATCHES)]))
+        frozen.append(any(engine._step_masks.masks))
+    return {"phases": phases, "frozen": frozen}
+
+
+def test_a_loss_that_leaves_its_trend_thaws_every_rank_for_a_while() -> None:
+    results = run_ranks(loss_jump_job, 2)
+    assert results[0]["phases"] == results[1]["phases"]
+    phases = results[0]["phases"]
+    # Jumps at 16 and 17 are two in a row; the guard knows a loss one step late, so the step after 18 is the first in peace.
+    assert phases[18] == "steady" and phases[19:23] == ["cooldown"] * 4 and phases[23] == "ramp"
+    assert phases[-1] == "steady"
+    for result in results:
+        assert not any(result["frozen"][19:23])
+    assert any(any(result["frozen"][10:19]) for result in results) and any(any(r["frozen"][24:]) for r in results)
