@@ -62,7 +62,7 @@ class Size:
     flags: tuple[str, ...]
 
 
-FULL = Size(steps=160, eval_interval=10, flags=())
+FULL = Size(steps=180, eval_interval=10, flags=())
 QUICK = Size(
     steps=80,
     eval_interval=20,

@@ -49,7 +49,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a byte-level GPT with DeepSpeed's pipeline engine.")
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
     parser.add_argument("--stages", type=int, default=2, help="pipeline stages; the other ranks are data parallel")
-    parser.add_argument("--steps", type=int, default=160, help="training steps (batches) in all")
+    parser.add_argument("--steps", type=int, default=180, help="training steps (batches) in all")
     parser.add_argument("--data", type=Path, default=None, help="folder of text files; default: Python's own library")
     parser.add_argument("--max-bytes", type=int, default=64 << 20, help="most text to load, whole files in hash order")
     parser.add_argument("--seed", type=int, default=1234)
