@@ -53,8 +53,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=None, help="folder of text files; default: Python's own library")
     parser.add_argument("--max-bytes", type=int, default=64 << 20, help="most text to load, whole files in hash order")
     parser.add_argument("--seed", type=int, default=1234)
-    parser.add_argument("--layers", type=int, default=4, help="transformer blocks")
-    parser.add_argument("--width", type=int, default=288)
+    parser.add_argument("--layers", type=int, default=5, help="transformer blocks")
+    parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=128, help="bytes per sample")
     parser.add_argument("--lr", type=float, default=None, help="peak learning rate; default: the JSON's")
@@ -267,9 +267,10 @@ def build_model(arguments: argparse.Namespace) -> nn.Module:
         ),
         LayerSpec(Head, arguments.width, seeds[-1]),
     ]
-    # Blocks hold nearly all of the time, so equal numbers of them balance the stages.
+    # Blocks hold nearly all of the time. Where they do not divide evenly the last stage gets the odd one (the embedding is
+    # counted as if it were one): it has nothing to wait for between a forward and its backward.
     return PipelineModule(
-        layers=layers, num_stages=arguments.stages, loss_fn=next_byte_loss, partition_method="type:block"
+        layers=layers, num_stages=arguments.stages, loss_fn=next_byte_loss, partition_method="type:embedding|block"
     )
 
 
