@@ -80,6 +80,11 @@ class FreezeConfig(_Strict):
     unit: Literal["parameter", "layer"] = Field(
         "parameter", description="what freezes as one: a parameter tensor or a layer"
     )
+    mask_scope: Literal["micro_batch", "step"] = Field(
+        "micro_batch",
+        description="micro_batch: each has a mask of its own, which costs the least progress; step: one mask for all, which "
+        "also saves gradient traffic and optimizer time",
+    )
     exclude: list[str] = Field(default_factory=list, description="globs of parameter names that never freeze")
     gradient_rescale: bool = Field(
         True, description="scale a partly frozen unit's gradient to the mean over its live micro-batches"

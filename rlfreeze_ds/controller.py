@@ -120,12 +120,22 @@ class FreezeController:
         return ((),) * num_micro_batches
 
     def end_step(
-        self, step_masks: StepMasks, loss: torch.Tensor, timings: Sequence[StepTiming], schedule: Schedule
+        self,
+        step_masks: StepMasks,
+        loss: torch.Tensor,
+        timings: Sequence[StepTiming],
+        schedule: Schedule,
+        *,
+        applied: bool = True,
     ) -> None:
         """Take what the step brought; re-plan and change phase where due. The guard looks at the loss of the step before:
-        this one's may still be on its way from the device, and all ranks must look at the same."""
+        this one's may still be on its way from the device, and all ranks must look at the same.
+
+        ``applied``: False where DeepSpeed skipped the update (overflow): such a step moves neither phase nor guard.
+        """
         self._in_flight[step_masks.step] = step_masks
-        self._losses[step_masks.step] = LateScalar(loss)
+        if applied:
+            self._losses[step_masks.step] = LateScalar(loss)
         for timing in timings:
             masks = self._in_flight.pop(timing.step)
             (self._calibration if masks.phase in ("warmup", "profile") else self._recent).append((timing, masks))
@@ -133,7 +143,7 @@ class FreezeController:
         self._losses.pop(self.step - 3, None)
         known = self._losses[self.step - 1].read() if self.step - 1 in self._losses else None
         self.step += 1
-        self.phase_step += 1
+        self.phase_step += applied
         if self.config.planning.max_freeze_ratio == 0:
             return
         if known is not None and self.guard.observe(known) and self.phase in ("ramp", "steady"):
@@ -143,8 +153,8 @@ class FreezeController:
             )
             self.run_log.write("guard", step=self.step, loss=known)
             self._enter("cooldown")
-            return
-        self._advance(schedule)
+        elif applied:
+            self._advance(schedule)
 
     def _advance(self, schedule: Schedule) -> None:
         config = self.config

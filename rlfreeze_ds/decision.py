@@ -52,16 +52,19 @@ class Decision:
 
     def masks(self, config: FreezeConfig, shape: StageShape, step: int, scale: float = 1.0) -> tuple[Mask, ...]:
         """The masks of one stage in one step. ``scale`` in [0, 1] is the ramp."""
-        return step_masks(
-            [scale * ratio for ratio in self.ratios[shape.stage_id]],
+        ratios = [scale * ratio for ratio in self.ratios[shape.stage_id]]
+        one_for_all = config.mask_scope == "step"
+        masks = step_masks(
+            ratios[:1] if one_for_all else ratios,
             shape.weights,
             self.eligible[shape.stage_id],
             selection=config.selection,
-            whole=shape.stage_id == 0,
+            whole=shape.stage_id == 0 and shape.barrier > 0,
             seed=config.seed,
             step=step,
             stage_id=shape.stage_id,
         )
+        return masks * len(ratios) if one_for_all else masks
 
 
 def decide(
@@ -93,6 +96,7 @@ def decide(
         config.planning.time_slack,
         stage_ratio_cap={stage: share for stage, (share, _) in caps.items()},
         stage_mean_cap={stage: mean for stage, (_, mean) in caps.items()},
+        equal_in_stage=config.mask_scope == "step",
     )
     plan = solve(dag, costs, limits, solver=config.planning.solver, time_limit_s=config.planning.time_limit_s)
     ratios = tuple(tuple(plan.ratio(shape.stage_id, m) for m in range(num_micro_batches)) for shape in shapes)
@@ -111,9 +115,9 @@ def _strict_caps(
     if config.selection != "strict":
         return {shape.stage_id: (1.0, limit) for shape in shapes}
     # No unit is frozen in more than max_freeze_ratio of a step's micro-batches, so only whole micro-batches count. With too
-    # few micro-batches for even one, the limit holds over the steps instead.
+    # few micro-batches for even one, or one mask for the whole step, the limit holds over the steps instead.
     whole = int(limit * num_micro_batches + 1e-9) / num_micro_batches
-    limit = whole if whole > 0 else limit
+    limit = whole if whole > 0 and config.mask_scope == "micro_batch" else limit
     caps = {}
     for shape in shapes:
         share = shape.share(unit for unit, allowed in enumerate(eligible[shape.stage_id]) if allowed)

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.pipe import schedule as ds_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.module import PipelineModule
 
+from rlfreeze_ds import bf16_checkpoint
 from rlfreeze_ds.checkpoint import load_state, save_state
 from rlfreeze_ds.config import FreezeConfig
-from rlfreeze_ds.control_group import ControlGroup
 from rlfreeze_ds.controller import FreezeController, StepMasks
-from rlfreeze_ds.errors import UnsupportedError
+from rlfreeze_ds.freezing.gradients import Bf16Gradients, find_gradients, settle_gradients, unit_norms
 from rlfreeze_ds.freezing.masks import Mask, masked
-from rlfreeze_ds.freezing.optimizer import check_optimizer, check_optimizer_config, settle_gradients, thaw
+from rlfreeze_ds.freezing.optimizer import check_optimizer_config, find_step_hooks
 from rlfreeze_ds.freezing.units import find_units, shape_of
 from rlfreeze_ds.planning.schedule import Schedule, from_pipe_schedules
+from rlfreeze_ds.support import check_something_to_train, check_supported_config, check_supported_engine
 from rlfreeze_ds.telemetry.profiler import InstructionProfiler
 from rlfreeze_ds.telemetry.run_log import RunLog
 
 RUN_DIR_VARIABLE = "RLFREEZE_RUN_DIR"
+# Tied weights never freeze: a copy that froze alone would leave the others waiting in their all-reduce.
+TIED = "tied_modules.*"
 
 
 class MaskedForwardPass(ds_schedule.ForwardPass):
@@ -78,14 +83,23 @@ class FreezeEngineMixin:
         super().__init__(*args, **kwargs)
         config = self.freeze_config
         check_supported_engine(self)
-        units, barrier = find_units(self.module.named_parameters(), config.unit, config.exclude)
+        self._gradients = find_gradients(self.optimizer)
+        self._step_hooks = find_step_hooks(self.optimizer)
+        units, barrier = find_units(
+            self.module.named_parameters(), config.unit, [*config.exclude, TIED], optimized=self._gradients.parameters()
+        )
+        checkpoint = self.module.activation_checkpoint_func
+        if checkpoint is not ds_checkpointing.non_reentrant_checkpoint:
+            self.module.activation_checkpoint_func = keeping_gradients(checkpoint)
+            if self.module.activation_checkpoint_interval > 0:
+                barrier = 0  # every input gets a gradient, so no frozen prefix saves any
         run_log = RunLog(os.environ.get(RUN_DIR_VARIABLE) if self.global_rank == 0 else None)
         self.freeze_controller = FreezeController(
             config, units, shape_of(self.stage_id, units, barrier), torch.device(self.device), run_log
         )
         self._freeze_profiler = InstructionProfiler(torch.device(self.device))
         self._step_masks: StepMasks | None = None
-        self._settled: list[torch.nn.Parameter] | None = None
+        self._settled = False
 
     # -- one batch ----------------------------------------------------------------------------------------------------
 
@@ -94,18 +108,24 @@ class FreezeEngineMixin:
             super()._exec_schedule(pipe_schedule)
             return
         self._step_masks = self.freeze_controller.begin_step(self.micro_batches)
-        self._settled = None
+        self._settled = self._observed = False
         try:
             super()._exec_schedule(MaskedSchedule(pipe_schedule, self._step_masks))
         finally:
-            thaw(self._settled or ())
+            self._gradients.finish()
+            if self._step_hooks is not None:
+                self._step_hooks.finish()
+        if self._observed and not self._step_applied:
+            self.freeze_controller.criterion.forget_last()
         self._pipe_schedule_type = type(pipe_schedule)
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
         """As stock; afterwards the controller takes the step's loss and timings."""
         loss = super().train_batch(data_iter)
         timings = self._freeze_profiler.finish_step(self._step_masks.step)
-        self.freeze_controller.end_step(self._step_masks, loss, timings, self._instruction_order())
+        self.freeze_controller.end_step(
+            self._step_masks, loss, timings, self._instruction_order(), applied=self._step_applied
+        )
         return loss
 
     def _instruction_order(self) -> Schedule:
@@ -125,8 +145,11 @@ class FreezeEngineMixin:
 
     def save_checkpoint(self, save_dir: str, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As stock, with the freeze state in a file of its own beside DeepSpeed's."""
+        folder = os.path.join(save_dir, str(tag or f"global_step{self.global_steps}"))
         # First, so that "latest" never names a checkpoint that lacks it.
-        save_state(self.freeze_controller, os.path.join(save_dir, str(tag or f"global_step{self.global_steps}")))
+        save_state(self.freeze_controller, folder)
+        if bf16_checkpoint.needed(self):
+            bf16_checkpoint.save_partition(self, folder)
         return super().save_checkpoint(save_dir, tag, *args, **kwargs)
 
     def load_checkpoint(self, load_dir: str, *args: Any, **kwargs: Any) -> Any:
@@ -137,8 +160,13 @@ class FreezeEngineMixin:
         stock = super().load_checkpoint
         call = inspect.signature(stock).bind(load_dir, *args, **kwargs)
         call.apply_defaults()
-        path, client_state = stock(load_dir, *args, **kwargs)
-        if path is not None and call.arguments["load_optimizer_states"] and not call.arguments["load_module_only"]:
+        complete = call.arguments["load_optimizer_states"] and not call.arguments["load_module_only"]
+        bf16 = bf16_checkpoint.needed(self)
+        with bf16_checkpoint.loading_partitions(self) if bf16 else nullcontext():
+            path, client_state = stock(load_dir, *args, **kwargs)
+        if path is not None and bf16 and not complete:
+            self.optimizer.refresh_fp32_params()
+        if path is not None and complete:
             load_state(self.freeze_controller, os.path.dirname(path), self.global_steps)
         return path, client_state
 
@@ -185,23 +213,44 @@ class FreezeEngineMixin:
     def _exec_settled_reduce_grads(self) -> None:
         self._settle()
         _stock(ds_schedule.ReduceGrads)(self)
+        if isinstance(self._gradients, Bf16Gradients):
+            self._gradients.stand_in()
         controller = self.freeze_controller
         if (
             controller.step % controller.config.criterion.interval == 0
             and controller.config.planning.max_freeze_ratio > 0
         ):
-            controller.criterion.observe(controller.units)
+            controller.criterion.observe(
+                unit_norms(
+                    self._gradients,
+                    controller.units,
+                    self._step_masks.live_counts(len(controller.units)),
+                    torch.device(self.device),
+                    float(getattr(self.optimizer, "loss_scale", 1.0)),
+                    self._sum_over_replicas,
+                )
+            )
+            self._observed = True
+
+    def _sum_over_replicas(self, tensor: torch.Tensor) -> None:
+        if self.is_data_parallel:
+            dist.all_reduce(tensor, group=self.grid.get_data_parallel_group())
 
     def _settle(self) -> None:
         """Once a step, before any reduction: the sums of live micro-batches become means, the wholly frozen drop out."""
-        if self._settled is None:
-            controller = self.freeze_controller
-            self._settled = settle_gradients(
-                controller.units,
-                self._step_masks.live_counts(len(controller.units)),
-                len(self._step_masks.masks),
-                controller.config.gradient_rescale,
-            )
+        if self._settled:
+            return
+        self._settled = True
+        controller = self.freeze_controller
+        dropped = settle_gradients(
+            self._gradients,
+            controller.units,
+            self._step_masks.live_counts(len(controller.units)),
+            len(self._step_masks.masks),
+            controller.config.gradient_rescale,
+        )
+        if self._step_hooks is not None:
+            self._step_hooks.freeze(dropped)
 
     def clip_fp32_gradients(self) -> None:
         """As stock, also on a stage without a single gradient: it takes part in the collective norm with a zero."""
@@ -214,6 +263,23 @@ class FreezeEngineMixin:
             super().clip_fp32_gradients()
         finally:
             stand_in.grad = None
+
+
+def keeping_gradients(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """A reentrant ``checkpoint`` that also gives gradients to parameters behind an input that needs none.
+
+    Reentrant checkpointing drops them without an error. In stock training the first layers always make such an input need a
+    gradient; with these layers frozen nothing does.
+    """
+
+    def checkpointed(function: Callable[..., Any], *inputs: Any) -> Any:
+        if torch.is_grad_enabled() and not any(torch.is_tensor(x) and x.requires_grad for x in inputs):
+            inputs = tuple(
+                x.detach().requires_grad_() if torch.is_tensor(x) and x.is_floating_point() else x for x in inputs
+            )
+        return checkpoint(function, *inputs)
+
+    return checkpointed
 
 
 def _stock(instruction: type) -> Callable[..., None]:
@@ -240,7 +306,7 @@ def bind_config(config: FreezeConfig) -> Callable[..., FreezePipelineEngine]:
         config_class = kwargs.get("config_class")
         check_supported_config(config_class)
         if kwargs.get("optimizer") is None:
-            check_optimizer_config(config_class.optimizer_name, config_class.optimizer_params or {})
+            check_optimizer_config(config_class.optimizer_name)
             if kwargs.get("model_parameters") is not None:
                 kwargs["model_parameters"] = list(kwargs["model_parameters"])
                 check_something_to_train(kwargs["model"].stage_id, kwargs["model_parameters"])
@@ -251,81 +317,3 @@ def bind_config(config: FreezeConfig) -> Callable[..., FreezePipelineEngine]:
         return engine
 
     return build
-
-
-def check_supported_call(model: Any) -> None:
-    """Refuse a model that has no pipeline schedule.
-
-    Raises:
-        UnsupportedError
-    """
-    if not isinstance(model, PipelineModule):
-        raise UnsupportedError(
-            f'"rlfreeze" is enabled, but the model is a {type(model).__name__}: masks are put into a pipeline schedule, so the '
-            'model must be a deepspeed.pipe.PipelineModule (one stage is enough). Wrap it, or set "rlfreeze": {"enabled": false}.'
-        )
-    if type(model).__name__ == "DualPipeVModule":
-        raise UnsupportedError(
-            '"rlfreeze" does not drive the DualPipeV schedule; use a PipelineModule, or disable "rlfreeze".'
-        )
-
-
-def check_something_to_train(stage_id: int, model_parameters: Sequence[Any]) -> None:
-    """Collective. An optimizer over nothing fails, and would leave the ranks of the other stages waiting.
-
-    Raises:
-        UnsupportedError: on every rank.
-    """
-    group = ControlGroup()
-    reports = group.broadcast(group.gather((stage_id, len(model_parameters))))
-    empty = sorted({stage for stage, count in reports if count == 0})
-    if empty:
-        raise UnsupportedError(
-            f"model_parameters is empty on stage {', '.join(map(str, empty))}: no parameter of it has requires_grad, and no "
-            "optimizer can be made there. Leave model_parameters out (then frozen parameters stay as they are), cut the stages "
-            "differently, or train something of the stage."
-        )
-
-
-def check_supported_config(config: Any) -> None:
-    """Refuse, before anything is built, a precision or ZeRO mode in which frozen would not be exactly frozen."""
-    stage = int(getattr(config, "zero_optimization_stage", 0) or 0)
-    if stage > 0:
-        raise UnsupportedError(
-            f"zero_optimization.stage = {stage}: "
-            + ("pipeline parallelism itself needs stage 0 or 1, and " if stage > 1 else "")
-            + 'freezing is exact with stage 0 only so far. Set "zero_optimization": {"stage": 0}, or disable "rlfreeze".'
-        )
-    for name, attributes in (
-        ("fp16", ("float16_config", "fp16_enabled")),
-        ("bf16", ("bfloat16_config", "bfloat16_enabled")),
-    ):
-        section, flag = attributes
-        enabled = getattr(getattr(config, section, None), "enabled", None)
-        if enabled is None:
-            enabled = getattr(config, flag, False)
-        if enabled:
-            raise UnsupportedError(
-                f'{name}.enabled = true: freezing is exact in fp32 only so far. Disable {name} or "rlfreeze".'
-            )
-
-
-def check_supported_engine(engine: Any) -> None:
-    """Refuse what only the built engine shows: checkpointing, tied layers, tensor parallelism, the optimizer."""
-    module = engine.module
-    if module.activation_checkpoint_interval > 0:
-        raise UnsupportedError(
-            f"activation_checkpoint_interval = {module.activation_checkpoint_interval}: freezing is exact without activation "
-            'checkpointing only so far. Set it to 0, or disable "rlfreeze".'
-        )
-    if module.tied_comms or len(module.tied_modules):
-        raise UnsupportedError(
-            f'tied layers {sorted(module.tied_modules)}: not supported so far. Untie them (LayerSpec), or disable "rlfreeze".'
-        )
-    if engine.is_model_parallel:
-        raise UnsupportedError(
-            'tensor parallelism inside a stage: not supported so far. Use one slice, or disable "rlfreeze".'
-        )
-    if getattr(engine, "has_moe_layers", False):
-        raise UnsupportedError('mixture-of-experts layers: not supported so far. Disable "rlfreeze".')
-    check_optimizer(engine.optimizer)

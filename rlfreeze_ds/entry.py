@@ -31,7 +31,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         return _STOCK_INITIALIZE(*args, **kwargs)
 
     # Imported late: a job that does not ask for freezing never loads the engine.
-    from rlfreeze_ds.engine import bind_config, check_supported_call
+    from rlfreeze_ds.engine import bind_config
+    from rlfreeze_ds.support import check_supported_call
 
     check_supported_call(call.get("model"))
     with _SWAP_LOCK:

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from rlfreeze_ds.freezing.units import FreezeUnit
-
 
 class MixedCriterion:
     """Statistics of every unit of this stage, kept on the gradients' device so that looking costs no synchronisation."""
@@ -22,27 +20,21 @@ class MixedCriterion:
         self.ema = ema
         nan = torch.full((num_units,), float("nan"), device=device)
         self._norm, self._change, self._last, self._reference = nan, nan.clone(), nan.clone(), nan.clone()
+        self._before: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     @torch.no_grad()
-    def observe(self, units: Sequence[FreezeUnit]) -> None:
-        """Take the norms of the step's final gradients; a unit without a gradient keeps its statistics."""
-        gradients, owners = [], []
-        for index, unit in enumerate(units):
-            for parameter in unit.parameters:
-                if parameter.grad is not None:
-                    gradients.append(parameter.grad)
-                    owners.append(index)
-        if not gradients:
-            return
-        norms = torch.stack(torch._foreach_norm(gradients)).float()
-        index = torch.tensor(owners, device=norms.device)
-        squares = torch.zeros_like(self._norm).index_add_(0, index, norms.square())
-        seen = torch.zeros_like(self._norm).index_fill_(0, index, 1.0).bool()
-        norm = squares.sqrt()
-        seen &= norm.isfinite()
+    def observe(self, norm: torch.Tensor) -> None:
+        """Take the norms of a step's final gradients, [num_units]. A unit whose norm is not finite keeps its statistics."""
+        self._before = (self._norm, self._change, self._last)
+        seen = norm.isfinite()
         self._change = self._blend(self._change, (norm - self._last).abs(), seen & self._last.isfinite())
         self._norm = self._blend(self._norm, norm, seen)
         self._last = torch.where(seen, norm, self._last)
+
+    def forget_last(self) -> None:
+        """Undo the last :meth:`observe`: its step was skipped."""
+        if self._before is not None:
+            (self._norm, self._change, self._last), self._before = self._before, None
 
     def _blend(self, average: torch.Tensor, value: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
         blended = torch.where(average.isfinite(), self.ema * average + (1 - self.ema) * value, value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,12 +47,16 @@ class StageShape:
 
 
 def find_units(
-    named_parameters: Iterable[tuple[str, torch.nn.Parameter]], unit: str, exclude: Sequence[str]
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+    unit: str,
+    exclude: Sequence[str],
+    optimized: Container[int] | None = None,
 ) -> tuple[list[FreezeUnit], int]:
     """The freeze units in the order of the forward pass, and the ``barrier`` of :class:`StageShape`.
 
     A parameter that the user froze (``requires_grad`` False) is no unit and is never touched. ``unit`` is ``"parameter"``
     or ``"layer"`` (the first component of the name, as ``PipelineModule`` numbers its layers). ``exclude``: name globs.
+    ``optimized``: ``id`` of every parameter that an optimizer updates (all, if None); the others are no units either.
     """
     groups: dict[str, list[torch.nn.Parameter]] = {}
     starts: dict[str, int] = {}
@@ -61,7 +65,8 @@ def find_units(
     for name, parameter in named_parameters:
         if not parameter.requires_grad:
             continue
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude):
+        unknown = optimized is not None and id(parameter) not in optimized
+        if unknown or any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude):
             barrier = depth if barrier is None else barrier
         else:
             key = name.split(".", 1)[0] if unit == "layer" else name

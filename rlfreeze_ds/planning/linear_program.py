@@ -49,12 +49,14 @@ class FreezeProgram:
         costs: seconds of each instruction.
         ratio_caps: freezable instructions, each with the upper bound on its ratio.
         mean_caps: upper bound on the mean ratio of a stage's freezable instructions.
+        equal_in_stage: whether all of a stage's ratios are one variable.
     """
 
     dag: PipelineDag
     costs: Costs
     ratio_caps: Mapping[Instruction, float]
     mean_caps: Mapping[int, float]
+    equal_in_stage: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def _build(
     graph, durations = program.dag.graph, program.costs.durations
     problem = pulp.LpProblem("freeze", pulp.LpMinimize)
     start = {i: problem.add_variable(f"start_{i}", 0) for i in program.dag.order}
-    ratio = {i: problem.add_variable(f"ratio_{i}", 0, cap) for i, cap in program.ratio_caps.items()}
+    ratio = _ratio_variables(problem, program)
     makespan = problem.add_variable("makespan", 0, bound)
     problem += makespan if bound is None else pulp.lpSum(ratio.values())
     for i in program.dag.order:
@@ -142,8 +144,19 @@ def _build(
     for stage_id, cap in program.mean_caps.items():
         stage = [variable for i, variable in ratio.items() if i.stage_id == stage_id]
         if stage:
-            problem += pulp.LpAffineExpression([(variable, 1.0) for variable in stage]) <= cap * len(stage)
+            problem += pulp.lpSum(stage) <= cap * len(stage)
     return problem, ratio, makespan
+
+
+def _ratio_variables(problem: pulp.LpProblem, program: FreezeProgram) -> dict[Instruction, pulp.LpVariable]:
+    caps = program.ratio_caps
+    if not program.equal_in_stage:
+        return {i: problem.add_variable(f"ratio_{i}", 0, cap) for i, cap in caps.items()}
+    lowest: dict[int, float] = {}
+    for i, cap in caps.items():
+        lowest[i.stage_id] = min(cap, lowest.get(i.stage_id, cap))
+    stage = {stage_id: problem.add_variable(f"ratio_of_stage_{stage_id}", 0, cap) for stage_id, cap in lowest.items()}
+    return {i: stage[i.stage_id] for i in caps}
 
 
 def _run(problem: pulp.LpProblem, solver: pulp.LpSolver, time_limit_s: float) -> None:

@@ -33,6 +33,7 @@ class Limits:
         time_slack: share of the least makespan to give up for lower ratios, >= 0.
         stage_ratio_cap: per stage, upper bound on each single ratio; absent means 1.
         stage_mean_cap: per stage, upper bound on the stage's mean ratio; it can only lower ``max_freeze_ratio``.
+        equal_in_stage: one ratio for all instructions of a stage, for masks that hold for a whole step.
 
     Raises:
         ConfigError: a number out of range.
@@ -42,6 +43,7 @@ class Limits:
     time_slack: float = 0.02
     stage_ratio_cap: Mapping[int, float] = field(default_factory=dict)
     stage_mean_cap: Mapping[int, float] = field(default_factory=dict)
+    equal_in_stage: bool = False
 
     def __post_init__(self) -> None:
         meaning = "share of a stage's weight-gradient time that may be skipped"
@@ -128,7 +130,7 @@ def _least_freezing(
 
     deadline = time.monotonic() + time_limit_s
     mean_caps = {stage_id: limits.mean_cap(stage_id) for stage_id in range(dag.schedule.num_stages)}
-    program = FreezeProgram(dag, costs, caps, mean_caps)
+    program = FreezeProgram(dag, costs, caps, mean_caps, limits.equal_in_stage)
     values = solve_program(program, name, time_limit_s / 2)
     fastest = _checked(values.ratios, caps, mean_caps)
     least_s = _makespan(dag, costs, fastest)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlfreeze_ds.freezing.criterion import MixedCriterion, eligible_units
-from rlfreeze_ds.freezing.optimizer import settle_gradients, thaw
+from rlfreeze_ds.freezing.gradients import ParameterGradients, settle_gradients, unit_norms
 from rlfreeze_ds.freezing.units import find_units, shape_of
 
 
@@ -30,6 +30,7 @@ def test_layers_exclusions_and_prefix_shares() -> None:
 
 def test_criterion_equals_its_formula_and_ignores_missing_and_infinite_gradients() -> None:
     net, ema = model(), 0.8
+    store = ParameterGradients(torch.optim.SGD(net.parameters(), lr=1.0))
     units, _ = find_units(net.named_parameters(), "parameter", [])
     criterion = MixedCriterion(len(units), ema, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
@@ -48,7 +49,7 @@ def test_criterion_equals_its_formula_and_ignores_missing_and_infinite_gradients
                 jump = abs(value - last)
                 change = jump if change is None else ema * change + (1 - ema) * jump
             last = value
-        criterion.observe(units)
+        criterion.observe(unit_norms(store, units, [1] * len(units), torch.device("cpu"), 1.0, lambda tensor: None))
         if step == 5:
             criterion.set_reference()
             reference = norm
@@ -70,9 +71,29 @@ def test_settled_gradients_are_means_over_the_live_micro_batches() -> None:
     units, _ = find_units(net.named_parameters(), "parameter", [])
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
-    dropped = settle_gradients(units, [8, 4, 0, 2, 8, 1], 8, rescale=True)
+    store = ParameterGradients(torch.optim.SGD(net.parameters(), lr=1.0))
+    dropped = settle_gradients(store, units, [8, 4, 0, 2, 8, 1], 8, rescale=True)
     values = [None if u.parameters[0].grad is None else float(u.parameters[0].grad.flatten()[0]) for u in units]
     assert values == [1.0, 2.0, None, 4.0, 1.0, 8.0]
     assert dropped == [units[2].parameters[0]] and not dropped[0].requires_grad
-    thaw(dropped)
+    store.finish()
     assert dropped[0].requires_grad
+
+
+def test_a_skipped_step_leaves_no_trace_in_the_criterion() -> None:
+    criterion = MixedCriterion(2, 0.5, torch.device("cpu"))
+    criterion.observe(torch.tensor([1.0, 2.0]))
+    criterion.observe(torch.tensor([3.0, 2.5]))
+    criterion.set_reference()
+    before = criterion.state_dict()
+    criterion.observe(torch.tensor([9.0, math.inf]))
+    criterion.forget_last()
+    assert criterion.state_dict() == before
+
+
+def test_what_the_optimizer_does_not_hold_is_no_unit_and_stops_a_prefix() -> None:
+    net = model()
+    names = [name for name, _ in net.named_parameters()]
+    held = {id(p) for name, p in net.named_parameters() if name != names[1]}
+    units, barrier = find_units(net.named_parameters(), "parameter", [], held)
+    assert [unit.name for unit in units] == [name for name in names if name != names[1]] and barrier == 1

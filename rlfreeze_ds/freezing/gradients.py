@@ -1,0 +1,229 @@
+"""Where a step's gradients are, mode by mode, and what becomes of them before the reduction.
+
+DeepSpeed keeps accumulated gradients in one of three places (read and tried on 0.16.9 to 0.19.8):
+
+- fp32 without ZeRO: ``parameter.grad``. The reduction fills in zeros where a parameter that requires a gradient has none.
+- ZeRO-1: ``parameter.grad``, or ``parameter.grad_accum`` where it accumulates in another precision. The reduction skips a
+  parameter that has none and leaves each replica with the averages of its own partition only.
+- ``BF16_Optimizer``: a flat buffer for every parameter, always reduced whole, with a flag that says whether anything came in.
+
+A unit that was frozen in every micro-batch takes part in none of it: no gradient, no share in the reduction, none in the norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from rlfreeze_ds.freezing.units import FreezeUnit
+
+Parameter = torch.nn.Parameter
+
+
+class GradientStore(Protocol):
+    """One of the three places. ``sharded``: after the reduction each data-parallel rank holds a part."""
+
+    sharded: bool
+
+    def parameters(self) -> set[int]:
+        """``id`` of every parameter that the optimizer updates."""
+
+    def accumulated(self, parameter: Parameter) -> torch.Tensor | None:
+        """Before the reduction: the sum over the micro-batches so far, or None."""
+
+    def drop(self, parameter: Parameter) -> None:
+        """Leave the parameter out of this step's reduction, norm and update."""
+
+    def reduced(self, parameter: Parameter) -> torch.Tensor | None:
+        """After the reduction: the mean over the replicas, or this rank's part of it, or None."""
+
+    def finish(self) -> None:
+        """After the step, or after an error in it."""
+
+
+class ParameterGradients:
+    """fp32 without ZeRO. A dropped parameter requires no gradient until the step is over, else zeros would be filled in."""
+
+    sharded = False
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._dropped: list[Parameter] = []
+
+    def parameters(self) -> set[int]:
+        groups = self._optimizer.param_groups if self._optimizer is not None else ()  # None: an engine that only evaluates
+        return {id(parameter) for group in groups for parameter in group["params"]}
+
+    def accumulated(self, parameter: Parameter) -> torch.Tensor | None:
+        return parameter.grad
+
+    reduced = accumulated
+
+    def drop(self, parameter: Parameter) -> None:
+        parameter.grad = None
+        parameter.requires_grad_(False)
+        self._dropped.append(parameter)
+
+    def finish(self) -> None:
+        for parameter in self._dropped:
+            parameter.requires_grad_(True)
+        self._dropped.clear()
+
+
+class ZeroGradients:
+    """ZeRO-1."""
+
+    sharded = True
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._attribute = "grad_accum" if getattr(optimizer, "use_grad_accum_attribute", False) else "grad"
+
+    def parameters(self) -> set[int]:
+        return {id(parameter) for group in self._optimizer.bit16_groups for parameter in group}
+
+    def accumulated(self, parameter: Parameter) -> torch.Tensor | None:
+        return getattr(parameter, self._attribute)
+
+    def drop(self, parameter: Parameter) -> None:
+        setattr(parameter, self._attribute, None)
+
+    def reduced(self, parameter: Parameter) -> torch.Tensor | None:
+        mapping = parameter._hp_mapping
+        return None if mapping is None else mapping.get_lp_grad_fragment(parameter._index_in_param_group)
+
+    def finish(self) -> None:
+        pass
+
+
+class Bf16Gradients:
+    """``BF16_Optimizer``. It would reduce its buffers whole, so it is shown what is live of them. Its norm fails on a stage
+    where nothing came in, so there one zero gradient stands in."""
+
+    sharded = False
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._place = {
+            id(parameter): (i, j) for i, group in enumerate(optimizer.bf16_groups) for j, parameter in enumerate(group)
+        }
+        self._dropped: set[tuple[int, int]] = set()
+
+    def parameters(self) -> set[int]:
+        return set(self._place)
+
+    def accumulated(self, parameter: Parameter) -> torch.Tensor | None:
+        i, j = self._place[id(parameter)]
+        return self._optimizer.fp32_groups_gradients[i][j] if self._optimizer.fp32_groups_has_gradients[i][j] else None
+
+    reduced = accumulated
+
+    def drop(self, parameter: Parameter) -> None:
+        i, j = self._place[id(parameter)]
+        if self._optimizer.fp32_groups_has_gradients[i][j]:
+            self._optimizer.fp32_groups_gradients[i][j].zero_()
+            self._optimizer.fp32_groups_has_gradients[i][j] = False
+        self._dropped.add((i, j))
+        # On the instance, in front of the method of the class.
+        self._optimizer.get_grads_for_reduction = self._live_runs
+
+    def _live_runs(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        """In place of ``get_grads_for_reduction``: neighbours that are live, as one view each."""
+        runs = []
+        for i, gradients in enumerate(self._optimizer.fp32_groups_gradients):
+            start = at = 0
+            for j, gradient in enumerate(gradients):
+                end = at + gradient.numel()
+                if (i, j) in self._dropped:
+                    runs.append((i, start, at))
+                    start = end
+                at = end
+            runs.append((i, start, at))
+        return [self._optimizer.fp32_groups_gradients_flat[i][start:end] for i, start, end in runs if start < end], {}
+
+    def stand_in(self) -> None:
+        """Call between the reduction and the step."""
+        all_flags = self._optimizer.fp32_groups_has_gradients
+        if any(any(flags) for flags in all_flags):
+            return
+        for flags, group in zip(all_flags, self._optimizer.bf16_groups, strict=True):
+            for j, parameter in enumerate(group):
+                # What another stage counts is no part of this stage's norm.
+                if not getattr(parameter, "ds_pipe_replicated", False):
+                    flags[j] = True
+                    return
+
+    def finish(self) -> None:
+        if self._dropped:
+            self._dropped.clear()
+            del self._optimizer.get_grads_for_reduction
+
+
+def find_gradients(optimizer: Any) -> GradientStore:
+    """The place that belongs to an engine's ``optimizer``."""
+    if hasattr(optimizer, "fp32_groups_has_gradients"):
+        return Bf16Gradients(optimizer)
+    if hasattr(optimizer, "single_partition_of_fp32_groups"):
+        return ZeroGradients(optimizer)
+    return ParameterGradients(optimizer)
+
+
+@torch.no_grad()
+def settle_gradients(
+    store: GradientStore, units: Sequence[FreezeUnit], live_counts: Sequence[int], num_micro_batches: int, rescale: bool
+) -> list[Parameter]:
+    """Finish the accumulated gradients of a step, before any reduction.
+
+    A unit live in m of M micro-batches holds a sum over m terms, each already divided by M: times M / m it is their mean. A
+    unit live in none is dropped.
+
+    Returns:
+        The parameters of the wholly frozen units.
+    """
+    wholly_frozen = []
+    for unit, live in zip(units, live_counts, strict=True):
+        if live == num_micro_batches:
+            continue
+        for parameter in unit.parameters:
+            if live == 0:
+                store.drop(parameter)
+                wholly_frozen.append(parameter)
+            elif rescale and (gradient := store.accumulated(parameter)) is not None:
+                gradient.mul_(num_micro_batches / live)
+    return wholly_frozen
+
+
+@torch.no_grad()
+def unit_norms(
+    store: GradientStore,
+    units: Sequence[FreezeUnit],
+    live_counts: Sequence[int],
+    device: torch.device,
+    loss_scale: float,
+    sum_over_replicas: Callable[[torch.Tensor], None],
+) -> torch.Tensor:
+    """Norm of every unit's reduced gradient, [num_units] in fp32; NaN where a unit has none or was wholly frozen.
+
+    Waits for no device.
+
+    Collective over the replicas of the stage where the gradients are sharded: one sum of a short vector.
+    """
+    gradients, owners = [], []
+    for index, (unit, live) in enumerate(zip(units, live_counts, strict=True)):
+        for parameter in unit.parameters:
+            gradient = store.reduced(parameter) if live else None
+            if gradient is not None:
+                gradients.append(gradient)
+                owners.append(index)
+    # Rows: sum of squares, and how many tensors it is over.
+    totals = torch.zeros(2, len(units), device=device)
+    if gradients:
+        norms = torch.stack([norm.float() for norm in torch._foreach_norm(gradients)])
+        index = torch.tensor(owners, device=device)
+        totals[0].index_add_(0, index, norms.square())
+        totals[1].index_add_(0, index, torch.ones_like(norms))
+    if store.sharded:
+        sum_over_replicas(totals)
+    return torch.where(totals[1] > 0, totals[0].sqrt() / loss_scale, torch.nan)
