@@ -253,16 +253,27 @@ class FreezeEngineMixin:
             self._step_hooks.freeze(dropped)
 
     def clip_fp32_gradients(self) -> None:
-        """As stock, also on a stage without a single gradient: it takes part in the collective norm with a zero."""
-        if any(parameter.grad is not None for parameter in self.module.parameters()):
+        """As stock, also on a stage without a single gradient: it takes part in the collective norm with a zero.
+
+        Stock's norm is that of the first stage alone. With all of that frozen it would clip nothing, so then it is the norm
+        of all stages.
+        """
+        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        if self._step_masks.first_stage_frozen:
+            squares = [norm.square() for norm in torch._foreach_norm(gradients)] if gradients else []
+            total = torch.stack([torch.zeros((), device=self.device), *squares]).sum()
+            dist.all_reduce(total, group=self.mpu.get_model_parallel_group())
+            if gradients:
+                torch._foreach_mul_(gradients, (self.gradient_clipping() / (total.sqrt() + 1e-6)).clamp(max=1.0))
+        elif gradients:
             super().clip_fp32_gradients()
-            return
-        stand_in = next(self.module.parameters())
-        stand_in.grad = torch.zeros_like(stand_in)
-        try:
-            super().clip_fp32_gradients()
-        finally:
-            stand_in.grad = None
+        else:
+            stand_in = next(self.module.parameters())
+            stand_in.grad = torch.zeros_like(stand_in)
+            try:
+                super().clip_fp32_gradients()
+            finally:
+                stand_in.grad = None
 
 
 def keeping_gradients(checkpoint: Callable[..., Any]) -> Callable[..., Any]:

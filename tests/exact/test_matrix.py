@@ -17,17 +17,23 @@ BATCH = 40  # cells that share a start of their processes
 # Native kernels fuse multiply and add where torch rounds twice.
 NATIVE = ("fused adamw", "cpu adam")
 _records: dict[Cell, list[dict[str, Any]]] = {}
+_failures: dict[Cell, str] = {}
 
 
 def records(cell: Cell, cells: list[Cell]) -> list[dict[str, Any]]:
-    """What every rank found; cells with as many ranks run together."""
-    if cell not in _records:
-        alike = [other for other in cells if other.world_size == cell.world_size and other not in _records]
-        at = alike.index(cell)
-        batch = alike[at : at + BATCH]
-        results = run_ranks(run_cells, cell.world_size, batch)
+    """What every rank found; cells with as many ranks run together, until one fails."""
+    while cell not in _records and cell not in _failures:
+        alike = [other for other in cells if other.world_size == cell.world_size]
+        batch = [other for other in alike if other not in _records and other not in _failures][:BATCH]
+        try:
+            results = run_ranks(run_cells, cell.world_size, batch)
+        except AssertionError as error:
+            failed = [other for other in batch if f"cell {other.name}\n" in f"{error}\n"] or batch
+            _failures.update(dict.fromkeys(failed, str(error)))
+            continue
         for index, other in enumerate(batch):
             _records[other] = [result[index] for result in results]
+    assert cell in _records, _failures[cell]
     return _records[cell]
 
 

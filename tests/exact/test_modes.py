@@ -392,7 +392,8 @@ def test_the_rest_of_the_engine_behaves_as_stock(tmp_path: Path, stages: int) ->
     for folder in folders:
         folder.mkdir()
     stock, zero, frozen = (
-        run_ranks(extras_job, stages, str(folder), block, stages) for folder, block in zip(folders, (STOCK, ZERO, PLANNED), strict=True)
+        run_ranks(extras_job, stages, str(folder), block, stages)
+        for folder, block in zip(folders, (STOCK, ZERO, PLANNED), strict=True)
     )
     for rank in range(stages):
         assert stock[rank]["losses"] == zero[rank]["losses"] and stock[rank]["evaluated"] == zero[rank]["evaluated"]
