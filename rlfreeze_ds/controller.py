@@ -44,8 +44,6 @@ class StepMasks:
     masks: tuple[Mask, ...]
     mean_freeze_ratio: float | None = None
     """Over all stages of the pipeline; None where nobody asked (only the run log of rank 0 does)."""
-    first_stage_frozen: bool = False
-    """Whether every unit of the first stage is frozen throughout the step."""
 
     def live_counts(self, num_units: int) -> list[int]:
         """Per unit, in how many micro-batches of the step it is live."""
@@ -110,11 +108,14 @@ class FreezeController:
         if self.run_log.active:
             shares = [shape.share(mask) for shape in self.shapes for mask in self._masks(shape, num_micro_batches)]
             mean = sum(shares) / len(shares)
+        return StepMasks(self.step, self.phase, self._masks(self.shape, num_micro_batches), mean)
+
+    def first_stage_frozen(self, num_micro_batches: int) -> bool:
+        """Whether every unit of the first stage is frozen throughout the step that began last; known on every rank."""
         first = self.shapes[0]
-        first_stage_frozen = bool(first.names) and all(
+        return bool(first.names) and all(
             len(mask) == len(first.names) for mask in self._masks(first, num_micro_batches)
         )
-        return StepMasks(self.step, self.phase, self._masks(self.shape, num_micro_batches), mean, first_stage_frozen)
 
     def _masks(self, shape: StageShape, num_micro_batches: int) -> tuple[Mask, ...]:
         """Of any stage, in the step that starts now."""

@@ -259,7 +259,7 @@ class FreezeEngineMixin:
         of all stages.
         """
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
-        if self._step_masks.first_stage_frozen:
+        if self.freeze_controller.first_stage_frozen(self.micro_batches):
             squares = [norm.square() for norm in torch._foreach_norm(gradients)] if gradients else []
             total = torch.stack([torch.zeros((), device=self.device), *squares]).sum()
             dist.all_reduce(total, group=self.mpu.get_model_parallel_group())

@@ -108,9 +108,12 @@ class Cell:
             config["optimizer"] = {**OPTIMIZERS[self.optimizer], "params": dict(OPTIMIZERS[self.optimizer]["params"])}
         if "zero_optimization" in config:
             config["zero_optimization"] = {
-                "stage": 1, "reduce_bucket_size": 100, "allgather_bucket_size": 1000, **dict(self.settings)
+                "stage": 1, "reduce_bucket_size": 100, "allgather_bucket_size": 1000,
+                **{key: value for key, value in self.settings if key != "immediate_grad_update"},
             }  # fmt: skip
             config["zero_allow_untested_optimizer"] = True
+        if "immediate_grad_update" in dict(self.settings):
+            config["bf16"] = {"enabled": True, "immediate_grad_update": True}
         if self.clip is not None:
             config["gradient_clipping"] = self.clip
         if self.scheduler:
@@ -239,14 +242,17 @@ def all_cells() -> list[Cell]:
         for mode in ("fp32 zero1", "bf16 zero1")
         for setting, value in (("contiguous_gradients", False), ("parameter_alignment", True))
     ]
+    cells += [
+        replace(Cell(mode=mode), dp=dp, settings=(("immediate_grad_update", True),))
+        for mode in ("bf16", "bf16 zero1 fp32-accum")
+        for dp in (1, 2)
+    ]
     return list(dict.fromkeys(cells))
 
 
-QUICK = ("adamw", "momentum")
-
-
 def quick_cells() -> list[Cell]:
-    """A subset that touches every mode and every kind of cell once."""
-    cells = all_cells()
-    chosen = [cell for index, cell in enumerate(cells) if index % 6 == 0]
-    return chosen
+    """A subset for every day: each kind of job, in one mode or another."""
+    kinds: dict[Cell, list[Cell]] = {}
+    for cell in all_cells():
+        kinds.setdefault(replace(cell, mode=""), []).append(cell)
+    return [cells[turn % len(cells)] for turn, cells in enumerate(kinds.values())]

@@ -159,13 +159,15 @@ def force_masks(engine: Any, cell: Cell, plan: list[list[set[str]]]) -> None:
     def begin_step(num_micro_batches: int) -> StepMasks:
         masks = plan[controller.step]
         assert len(masks) == num_micro_batches
-        first_stage = {name for name in parameter_names(cell) if int(name.split(".")[0]) < partition(cell)[1]}
         return StepMasks(
-            controller.step, "test", tuple(tuple(i for i, n in enumerate(names) if n in mask) for mask in masks),
-            first_stage_frozen=first_stage <= set.intersection(*masks),
-        )  # fmt: skip
+            controller.step, "test", tuple(tuple(i for i, n in enumerate(names) if n in mask) for mask in masks)
+        )
 
-    controller.begin_step = begin_step
+    def first_stage_frozen(num_micro_batches: int) -> bool:
+        first_stage = {name for name in parameter_names(cell) if int(name.split(".")[0]) < partition(cell)[1]}
+        return first_stage <= set.intersection(*plan[controller.step])
+
+    controller.begin_step, controller.first_stage_frozen = begin_step, first_stage_frozen
 
 
 def _local_name(engine: Any, name: str) -> str:

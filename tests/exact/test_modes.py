@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import jobs
 from tests.exact.cells import LAYERS, MODES, Cell, Layer
 from tests.exact.job import build, inner, parts, pipeline_of
 from tests.exact.reference import inputs_of
@@ -428,3 +429,78 @@ def _layer_spec() -> Any:
 def test_an_engine_without_an_optimizer_evaluates_as_stock() -> None:
     for found in run_ranks(evaluating_job, 2):
         assert found and all(ours == stock for stock, ours in found.values())
+
+
+class Tokens(torch.nn.Module):
+    """An embedding: its input is whole numbers, so what follows it needs a gradient only for its sake."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(16, jobs.WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.embedding(tokens)
+
+
+def frozen_embedding_job() -> list[dict[str, torch.Tensor]]:
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    import rlfreeze_ds
+    from rlfreeze_ds.controller import StepMasks
+
+    runs = []
+    for interval in (0, 1):
+        cell = Cell(checkpointing=(interval, True))
+        model = PipelineModule(
+            [LayerSpec(Tokens), *(LayerSpec(Layer) for _ in range(3))],
+            num_stages=2, loss_fn=torch.nn.functional.mse_loss, partition_method="uniform", seed_layers=True, base_seed=7,
+            checkpointable_layers=["Layer"],
+        )  # fmt: skip
+        engine = rlfreeze_ds.initialize(model=model, config=cell.config())[0]
+        controller = engine.freeze_controller
+        embedding = tuple(i for i, unit in enumerate(controller.units) if "embedding" in unit.name)
+
+        def begin_step(num: int, controller: Any = controller, embedding: Any = embedding) -> StepMasks:
+            return StepMasks(controller.step, "test", (embedding,) * num if controller.step % 2 else (embedding, (), (), ()))
+
+        controller.begin_step = begin_step
+        for step in range(5):
+            generator = torch.Generator().manual_seed(step)
+            tokens = [torch.randint(16, (2,), generator=generator) for _ in range(4)]
+            labels = [torch.rand(2, jobs.WIDTH, generator=generator) for _ in range(4)]
+            engine.train_batch(iter(list(zip(tokens, labels, strict=True))))
+        runs.append(jobs.weights(engine))
+    return runs
+
+
+def test_layers_behind_a_frozen_embedding_train_under_reentrant_checkpointing() -> None:
+    """Reentrant checkpointing drops the gradients of a segment whose input needs none, without an error."""
+    for plain, checkpointed in run_ranks(frozen_embedding_job, 2):
+        assert plain.keys() == checkpointed.keys()
+        for name, value in plain.items():
+            assert torch.equal(value, checkpointed[name]), name
+
+
+def other_topology_job(folder: str, stages: int) -> dict[str, Any]:
+    cell = Cell(stages=stages)
+    engine = build(cell, PLANNED)
+    if stages == 2:
+        train(engine, cell, range(12))
+        engine.save_checkpoint(folder)
+        return {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+    engine.load_checkpoint(folder, load_optimizer_states=False)
+    loaded = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+    controller = engine.freeze_controller
+    started = (controller.phase, controller.decision)
+    losses = train(engine, cell, range(12, 24))
+    return {"loaded": loaded, "started": started, "phase": controller.phase, "finite": all(loss == loss for loss in losses)}
+
+
+def test_another_number_of_stages_loads_the_model_and_plans_afresh(tmp_path: Path) -> None:
+    saved: dict[str, torch.Tensor] = {}
+    for rank in run_ranks(other_topology_job, 2, str(tmp_path), 2):
+        saved.update(rank)
+    (result,) = run_ranks(other_topology_job, 1, str(tmp_path), 1)
+    assert result["started"] == ("warmup", None) and result["phase"] == "steady" and result["finite"]
+    assert saved.keys() == result["loaded"].keys()
+    assert all(torch.equal(value, result["loaded"][name]) for name, value in saved.items())

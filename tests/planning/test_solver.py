@@ -87,6 +87,32 @@ def test_two_by_two_equals_brute_force(cap: float, time_slack: float) -> None:
     assert least_total - 4 * step < found <= least_total + 1e-6
 
 
+@pytest.mark.parametrize("cap", [0.25, 0.5, 0.8])
+def test_one_ratio_a_stage_equals_brute_force(cap: float) -> None:
+    """Masks for a whole step: two numbers in all, so every pair of them can be tried."""
+    forward = [[1.0, 2.0], [2.0, 1.0]]
+    unfrozen, saving = [[4.0, 3.0], [5.0, 4.0]], 2.0
+    schedule = one_f_one_b(2, 2)
+    costs = Costs(
+        {
+            i: Duration(*(2 * [forward[i.stage_id][i.micro_batch_id]]))
+            if i.kind == "F"
+            else Duration(unfrozen[i.stage_id][i.micro_batch_id], unfrozen[i.stage_id][i.micro_batch_id] - saving)
+            for i in schedule.instructions
+        }
+    )
+    step = 0.0125
+    first, second = np.meshgrid(np.arange(0, cap + step / 2, step), np.arange(0, cap + step / 2, step), indexing="ij")
+    backward = [[u - r * saving for u in row] for row, r in zip(unfrozen, (first, second), strict=True)]
+    spans = two_by_two_makespan(forward, backward)
+    plan = solve(PipelineDag(schedule), costs, Limits(cap, 0.0, equal_in_stage=True))
+    assert plan.planned_makespan_s == pytest.approx(spans.min(), abs=1e-6)
+    assert 2 * plan.mean_freeze_ratio == pytest.approx((first + second)[spans <= spans.min() + 1e-9].min(), abs=2 * step)
+    for stage in range(2):
+        assert plan.ratio(stage, 0) == plan.ratio(stage, 1)
+    assert plan.planned_makespan_s >= solve(PipelineDag(schedule), costs, Limits(cap, 0.0)).planned_makespan_s - 1e-9
+
+
 def random_case(seed: int) -> tuple[PipelineDag, Costs, Limits]:
     draw = random.Random(seed)
     num_stages, num_micro_batches = draw.randint(1, 4), draw.randint(1, 5)

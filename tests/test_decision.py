@@ -1,0 +1,57 @@
+"""From fits to masks: what a whole decision hands out over many steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rlfreeze_ds.config import FreezeConfig
+from rlfreeze_ds.decision import Decision, decide
+from rlfreeze_ds.freezing.units import StageShape
+from rlfreeze_ds.planning.dag import PipelineDag
+from rlfreeze_ds.planning.fit import StageFit
+from rlfreeze_ds.planning.schedule import one_f_one_b
+
+UNITS = 8
+MICRO_BATCHES = 4
+
+
+def shapes(barrier: int = UNITS) -> list[StageShape]:
+    names = tuple(f"unit{u}" for u in range(UNITS))
+    weights = (0.3, 0.02, 0.1, 0.08, 0.2, 0.1, 0.15, 0.05)
+    return [StageShape(stage, names, weights, tuple(range(UNITS)), barrier) for stage in range(2)]
+
+
+def decided(barrier: int = UNITS, **block: object) -> tuple[FreezeConfig, Decision]:
+    config = FreezeConfig.model_validate({"enabled": True, "planning": {"time_slack": 0.0}, **block})
+    fits = [StageFit(1.0, 2.0, 1.0, 1.0), StageFit(1.0, 2.0, 1.0)]
+    eligible = [[True] * UNITS] * 2
+    return config, decide(0, config, PipelineDag(one_f_one_b(2, MICRO_BATCHES)), shapes(barrier), fits, eligible, 0.0)
+
+
+def test_a_mask_for_the_whole_step_is_the_same_for_all_micro_batches_and_keeps_its_share_over_steps() -> None:
+    config, decision = decided(mask_scope="step", planning={"max_freeze_ratio": 0.4, "time_slack": 0.0})
+    steps = range(2000)
+    for shape in shapes():
+        ratios = decision.ratios[shape.stage_id]
+        assert len(set(ratios)) == 1 and 0 < ratios[0] <= 0.4 + 1e-9
+        masks = [decision.masks(config, shape, step) for step in steps]
+        assert all(len(row) == MICRO_BATCHES and len(set(row)) == 1 for row in masks)
+        frozen = np.array([[unit in row[0] for unit in range(UNITS)] for row in masks])
+        # Each unit is frozen in its share of the steps, within 4 standard deviations of a fair coin.
+        assert frozen.mean(axis=0) == pytest.approx([ratios[0]] * UNITS, abs=4 * (ratios[0] / len(steps)) ** 0.5)
+
+
+def test_no_unit_is_frozen_in_more_than_its_limit_of_a_steps_micro_batches() -> None:
+    config, decision = decided(planning={"max_freeze_ratio": 0.5, "time_slack": 0.0})
+    for shape in shapes():
+        for step in range(50):
+            masks = decision.masks(config, shape, step)
+            assert max(sum(unit in mask for mask in masks) for unit in range(UNITS)) <= 0.5 * MICRO_BATCHES
+
+
+def test_a_first_stage_freezes_whole_only_where_a_prefix_saves_input_gradients() -> None:
+    for barrier, whole in ((UNITS, True), (0, False)):
+        config, decision = decided(barrier)
+        sizes = {len(mask) for step in range(50) for mask in decision.masks(config, shapes(barrier)[0], step)}
+        assert (sizes <= {0, UNITS}) == whole
