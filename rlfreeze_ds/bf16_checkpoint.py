@@ -1,8 +1,8 @@
-"""Optimizer state of bf16 jobs without ZeRO, in and out of a checkpoint.
+"""Loading the optimizer state of a bf16 job without ZeRO.
 
-DeepSpeed (0.16.9 to 0.19.8) shards that state over the data-parallel ranks but saves the first rank's part only, and fails on
-loading it (``KeyError`` in ``_load_legacy_checkpoint``); without the state it leaves the fp32 masters as they were. So every
-rank keeps its part in a file of its own beside DeepSpeed's, and loads that. With ZeRO-1 DeepSpeed does all of it itself.
+DeepSpeed saves every rank's partition of it. 0.16.9 loads them again; 0.18.9 and 0.19.8 look elsewhere and fail (``KeyError`` in
+``_load_legacy_checkpoint``), and a load without optimizer states leaves the fp32 masters as they were, so that the next step
+undoes it. With ZeRO-1 all of it works.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from rlfreeze_ds.errors import RLFreezeError
 
-_MASTERS, _STATE = "single_partition_of_fp32_groups", "base_optimizer_state"  # DeepSpeed's own keys
+_MASTERS, _STATE = "single_partition_of_fp32_groups", "base_optimizer_state"  # DeepSpeed's keys
 
 
 def needed(engine: Any) -> bool:
@@ -24,37 +24,23 @@ def needed(engine: Any) -> bool:
     return hasattr(engine.optimizer, "fp32_groups_has_gradients") and not engine.zero_optimization()
 
 
-def _path(engine: Any, folder: str) -> str:
-    replica = engine.grid.get_data_parallel_id()
-    return os.path.join(folder, f"rlfreeze_bf16_optimizer_pp{engine.stage_id:02d}_dp{replica:02d}.pt")
-
-
-def save_partition(engine: Any, folder: str) -> None:
-    """Write this rank's masters and moments into ``folder``."""
-    os.makedirs(folder, exist_ok=True)
-    optimizer = engine.optimizer
-    content = {
-        _MASTERS: [partition.detach() for partition in optimizer.fp32_groups_flat_partition],
-        _STATE: optimizer.optimizer.state_dict(),
-    }
-    path = _path(engine, folder)
-    torch.save(content, f"{path}.tmp")
-    os.replace(f"{path}.tmp", path)
-
-
 @contextmanager
 def loading_partitions(engine: Any) -> Iterator[None]:
-    """Within the block the engine's ``load_checkpoint`` takes this rank's part."""
+    """Within the block the engine's ``load_checkpoint`` takes this rank's partition from where DeepSpeed saved it."""
+    stock = engine.optimizer.load_state_dict
 
-    def load(state: Any, **_: Any) -> None:
-        path = _path(engine, engine._curr_ckpt_path)
+    def load(state: Any = None, **kwargs: Any) -> None:
+        if state is None:  # 0.16.9, which found the partitions itself
+            stock(**kwargs)
+            return
+        path = engine._get_zero_ckpt_name(*os.path.split(engine._curr_ckpt_path))
         if os.path.exists(path):
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            # DeepSpeed's own file, read as DeepSpeed reads it.
+            state = torch.load(path, map_location="cpu", weights_only=False)["optimizer_state_dict"]
         elif engine.dp_world_size > 1:
             raise RLFreezeError(
-                f"{path}: not found. Without ZeRO, stock DeepSpeed saves a bf16 optimizer's first partition only, so the state "
-                f"of the {engine.dp_world_size - 1} other replicas is lost. Load with load_optimizer_states=False; for "
-                'later checkpoints add "zero_optimization": {"stage": 1}.'
+                f"{path}: not found, so the optimizer state of this rank is missing. Was the checkpoint copied whole, and saved "
+                "with as many stages and replicas? Without its optimizer state it loads with load_optimizer_states=False."
             )
         _load(engine.optimizer, state, path)
 

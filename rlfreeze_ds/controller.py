@@ -111,10 +111,12 @@ class FreezeController:
         return StepMasks(self.step, self.phase, self._masks(self.shape, num_micro_batches), mean)
 
     def first_stage_frozen(self, num_micro_batches: int) -> bool:
-        """Whether every unit of the first stage is frozen throughout the step that began last; known on every rank."""
+        """Whether masks leave nothing of the first stage live throughout the step that began last; known on every rank."""
         first = self.shapes[0]
-        return bool(first.names) and all(
-            len(mask) == len(first.names) for mask in self._masks(first, num_micro_batches)
+        return (
+            bool(first.names)
+            and not first.has_others
+            and all(len(mask) == len(first.names) for mask in self._masks(first, num_micro_batches))
         )
 
     def _masks(self, shape: StageShape, num_micro_batches: int) -> tuple[Mask, ...]:
@@ -324,7 +326,7 @@ class FreezeController:
             phase=masks.phase,
             makespan_s=timing.makespan_s,
             mean_freeze_ratio=masks.mean_freeze_ratio,
-            loss=self._losses[masks.step].read(),
+            loss=self._losses[masks.step].read() if masks.step in self._losses else None,  # None: skipped by DeepSpeed
             predicted_makespan_s=self.decision.predicted_makespan_s if self.decision else None,
         )
 

@@ -170,7 +170,8 @@ def _predicted(
     unfrozen = batch_seconds(dag, shapes, fits, unmasked, transfer_s)
     draft = Decision(step, ratios, tuple(tuple(map(bool, row)) for row in eligible), unfrozen, unfrozen, 0.0, "")
     makespans, shares = [], []
-    for ahead in range(PREDICTED_STEPS):
+    # One mask a step is one draw a step, so its mean needs more of them.
+    for ahead in range(PREDICTED_STEPS * (num_micro_batches if config.mask_scope == "step" else 1)):
         masks = [draft.masks(config, shape, step + ahead) for shape in shapes]
         makespans.append(batch_seconds(dag, shapes, fits, masks, transfer_s))
         shares += [shape.share(mask) for shape in shapes for mask in masks[shape.stage_id]]

@@ -88,14 +88,21 @@ class FreezeEngineMixin:
         units, barrier = find_units(
             self.module.named_parameters(), config.unit, [*config.exclude, TIED], optimized=self._gradients.parameters()
         )
+        trainable = sum(parameter.requires_grad for parameter in self.module.parameters())
+        has_others = trainable > sum(len(unit.parameters) for unit in units)
+        self._mask_now: Mask = ()
         checkpoint = self.module.activation_checkpoint_func
         if checkpoint is not ds_checkpointing.non_reentrant_checkpoint:
-            self.module.activation_checkpoint_func = keeping_gradients(checkpoint)
+            self.module.activation_checkpoint_func = self._keeping_gradients(checkpoint)
             if self.module.activation_checkpoint_interval > 0:
                 barrier = 0  # every input gets a gradient, so no frozen prefix saves any
         run_log = RunLog(os.environ.get(RUN_DIR_VARIABLE) if self.global_rank == 0 else None)
         self.freeze_controller = FreezeController(
-            config, units, shape_of(self.stage_id, units, barrier), torch.device(self.device), run_log
+            config,
+            units,
+            shape_of(self.stage_id, units, barrier, has_others=has_others),
+            torch.device(self.device),
+            run_log,
         )
         self._freeze_profiler = InstructionProfiler(torch.device(self.device))
         self._step_masks: StepMasks | None = None
@@ -145,11 +152,9 @@ class FreezeEngineMixin:
 
     def save_checkpoint(self, save_dir: str, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As stock, with the freeze state in a file of its own beside DeepSpeed's."""
-        folder = os.path.join(save_dir, str(tag or f"global_step{self.global_steps}"))
+        folder = os.path.join(save_dir, str(f"global_step{self.global_steps}" if tag is None else tag))
         # First, so that "latest" never names a checkpoint that lacks it.
         save_state(self.freeze_controller, folder)
-        if bf16_checkpoint.needed(self):
-            bf16_checkpoint.save_partition(self, folder)
         return super().save_checkpoint(save_dir, tag, *args, **kwargs)
 
     def load_checkpoint(self, load_dir: str, *args: Any, **kwargs: Any) -> Any:
@@ -173,10 +178,12 @@ class FreezeEngineMixin:
     # -- instructions -------------------------------------------------------------------------------------------------
 
     def _exec_masked_forward(self, buffer_id: int, micro_batch_id: int, mask: Mask) -> None:
+        self._mask_now = mask
         with masked(self.freeze_controller.units, mask), self._freeze_profiler.record("F", micro_batch_id):
             _stock(ds_schedule.ForwardPass)(self, buffer_id)
 
     def _exec_masked_backward(self, buffer_id: int, micro_batch_id: int, mask: Mask) -> None:
+        self._mask_now = mask
         with masked(self.freeze_controller.units, mask), self._freeze_profiler.record("B", micro_batch_id):
             if self.is_last_stage():
                 if self.loss.requires_grad:
@@ -205,6 +212,23 @@ class FreezeEngineMixin:
             _stock(ds_schedule.BackwardPass)(self, buffer_id)
         finally:
             self.grad_layer = received
+
+    def _keeping_gradients(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        """A reentrant ``checkpoint`` that also gives gradients to parameters behind an input that needs none.
+
+        Reentrant checkpointing drops them without an error. In stock training the first layers always make such an input need
+        a gradient; where a mask froze these layers nothing does.
+        """
+
+        def checkpointed(function: Callable[..., Any], *inputs: Any) -> Any:
+            if self._mask_now and torch.is_grad_enabled():
+                if not any(torch.is_tensor(x) and x.requires_grad for x in inputs):
+                    inputs = tuple(
+                        x.detach().requires_grad_() if torch.is_tensor(x) and x.is_floating_point() else x for x in inputs
+                    )
+            return checkpoint(function, *inputs)
+
+        return checkpointed
 
     def _exec_settled_reduce_tied_grads(self) -> None:
         self._settle()
@@ -258,9 +282,12 @@ class FreezeEngineMixin:
         Stock's norm is that of the first stage alone. With all of that frozen it would clip nothing, so then it is the norm
         of all stages.
         """
-        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        live = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in live]
         if self.freeze_controller.first_stage_frozen(self.micro_batches):
-            squares = [norm.square() for norm in torch._foreach_norm(gradients)] if gradients else []
+            # Of tied copies the first stage that has one counts it.
+            counted = [parameter.grad for parameter in live if not getattr(parameter, "ds_pipe_replicated", False)]
+            squares = [norm.square() for norm in torch._foreach_norm(counted)] if counted else []
             total = torch.stack([torch.zeros((), device=self.device), *squares]).sum()
             dist.all_reduce(total, group=self.mpu.get_model_parallel_group())
             if gradients:
@@ -274,23 +301,6 @@ class FreezeEngineMixin:
                 super().clip_fp32_gradients()
             finally:
                 stand_in.grad = None
-
-
-def keeping_gradients(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """A reentrant ``checkpoint`` that also gives gradients to parameters behind an input that needs none.
-
-    Reentrant checkpointing drops them without an error. In stock training the first layers always make such an input need a
-    gradient; with these layers frozen nothing does.
-    """
-
-    def checkpointed(function: Callable[..., Any], *inputs: Any) -> Any:
-        if torch.is_grad_enabled() and not any(torch.is_tensor(x) and x.requires_grad for x in inputs):
-            inputs = tuple(
-                x.detach().requires_grad_() if torch.is_tensor(x) and x.is_floating_point() else x for x in inputs
-            )
-        return checkpoint(function, *inputs)
-
-    return checkpointed
 
 
 def _stock(instruction: type) -> Callable[..., None]:

@@ -79,6 +79,8 @@ def check_supported_config(config: Any) -> None:
             "fp16.enabled = true without ZeRO: DeepSpeed's FP16_Optimizer keeps no record of where a parameter lies in its flat "
             'copy, so it cannot be left alone there. Add "zero_optimization": {"stage": 1}, or use bf16.'
         )
+    if getattr(config, "amp_enabled", False):
+        raise UnsupportedError('amp.enabled = true: freezing was not tried with Apex. Use "bf16": {"enabled": true}.')
     if getattr(config, "torch_autocast_enabled", False):
         raise UnsupportedError(
             'torch_autocast.enabled = true: freezing was not tried with it. Use "bf16": {"enabled": true}, or disable "rlfreeze".'

@@ -55,3 +55,19 @@ def test_a_first_stage_freezes_whole_only_where_a_prefix_saves_input_gradients()
         config, decision = decided(barrier)
         sizes = {len(mask) for step in range(50) for mask in decision.masks(config, shapes(barrier)[0], step)}
         assert (sizes <= {0, UNITS}) == whole
+
+
+@pytest.mark.parametrize(("has_others", "whole", "expected"), [(False, True, True), (True, True, False), (False, False, False)])
+def test_a_first_stage_counts_as_frozen_only_with_nothing_of_it_live(has_others: bool, whole: bool, expected: bool) -> None:
+    import torch
+
+    from rlfreeze_ds.controller import FreezeController
+    from rlfreeze_ds.freezing.units import find_units, shape_of
+    from rlfreeze_ds.telemetry.run_log import RunLog
+
+    units, barrier = find_units(torch.nn.Linear(2, 2).named_parameters(), "parameter", [])
+    shape = shape_of(0, units, barrier, has_others=has_others)
+    controller = FreezeController(FreezeConfig(enabled=True), units, shape, torch.device("cpu"), RunLog(None))
+    masks = ((0, 1), (0, 1)) if whole else ((0, 1), (0,))
+    controller._masks = lambda shape, num_micro_batches: masks  # type: ignore[method-assign]
+    assert controller.first_stage_frozen(2) is expected

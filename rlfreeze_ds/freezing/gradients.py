@@ -21,6 +21,9 @@ from rlfreeze_ds.freezing.units import FreezeUnit
 
 Parameter = torch.nn.Parameter
 
+STAND_IN = 1e-10
+"""Its square, times the elements of a parameter, is lost in any other norm; yet it is not zero in fp32."""
+
 
 class GradientStore(Protocol):
     """One of the three places. ``sharded``: after the reduction each data-parallel rank holds a part."""
@@ -63,8 +66,9 @@ class ParameterGradients:
 
     def drop(self, parameter: Parameter) -> None:
         parameter.grad = None
-        parameter.requires_grad_(False)
-        self._dropped.append(parameter)
+        if parameter.requires_grad:  # else the user froze it meanwhile
+            parameter.requires_grad_(False)
+            self._dropped.append(parameter)
 
     def finish(self) -> None:
         for parameter in self._dropped:
@@ -92,7 +96,10 @@ class ZeroGradients:
 
     def reduced(self, parameter: Parameter) -> torch.Tensor | None:
         mapping = parameter._hp_mapping
-        return None if mapping is None else mapping.get_lp_grad_fragment(parameter._index_in_param_group)
+        if mapping is None:  # another rank has all of it
+            return None
+        # Not through the mapping: 0.16.9 puts another dict in the place of this one after an overflow.
+        return self._optimizer.averaged_gradients[mapping.param_group_index][parameter._index_in_param_group]
 
     def finish(self) -> None:
         pass
@@ -100,7 +107,7 @@ class ZeroGradients:
 
 class Bf16Gradients:
     """``BF16_Optimizer``. It would reduce its buffers whole, so it is shown what is live of them. Its norm fails on a stage
-    where nothing came in, so there one zero gradient stands in."""
+    where nothing came in, so there a frozen unit's gradient stands in with nearly nothing."""
 
     sharded = False
 
@@ -147,14 +154,18 @@ class Bf16Gradients:
         """Call between the reduction and the step."""
         # A tied copy is no part of this stage's norm: the first stage counts it.
         counted = [
-            (flags, j)
-            for flags, group in zip(self._optimizer.fp32_groups_has_gradients, self._optimizer.bf16_groups, strict=True)
+            (i, j)
+            for i, group in enumerate(self._optimizer.bf16_groups)
             for j, parameter in enumerate(group)
             if not getattr(parameter, "ds_pipe_replicated", False)
         ]
-        if counted and not any(flags[j] for flags, j in counted):
-            flags, j = counted[0]
-            flags[j] = True
+        if any(self._optimizer.fp32_groups_has_gradients[i][j] for i, j in counted):
+            return
+        for i, j in sorted(self._dropped & set(counted)):
+            # Up to 0.18 a norm of zero is an error, so nearly nothing stands in; the step leaves it alone, for it is frozen.
+            self._optimizer.fp32_groups_gradients[i][j].fill_(STAND_IN)
+            self._optimizer.fp32_groups_has_gradients[i][j] = True
+            return
 
     def finish(self) -> None:
         if self._dropped:
@@ -211,20 +222,19 @@ def unit_norms(
 
     Collective over the replicas of the stage where the gradients are sharded: one sum of a short vector.
     """
-    gradients, owners = [], []
-    for index, (unit, live) in enumerate(zip(units, live_counts, strict=True)):
-        for parameter in unit.parameters:
-            gradient = store.reduced(parameter) if live else None
-            if gradient is not None:
-                gradients.append(gradient)
-                owners.append(index)
-    # Rows: sum of squares, and how many tensors it is over.
-    totals = torch.zeros(2, len(units), device=device)
-    if gradients:
-        norms = torch.stack([norm.float() for norm in torch._foreach_norm(gradients)])
-        index = torch.tensor(owners, device=device)
-        totals[0].index_add_(0, index, norms.square())
-        totals[1].index_add_(0, index, torch.ones_like(norms))
+    zero = torch.zeros((), device=device)
+    gradients = [
+        [g for p in unit.parameters if (g := store.reduced(p)) is not None] if live else []
+        for unit, live in zip(units, live_counts, strict=True)
+    ]
+    flat = [gradient for row in gradients for gradient in row]
+    norms = iter(torch._foreach_norm(flat, 2, dtype=torch.float32) if flat else ())
+    squares = []
+    for row, live in zip(gradients, live_counts, strict=True):
+        # Whether there is a gradient is known here, without looking at the device: under ZeRO every live unit has one somewhere.
+        known = live and (row or store.sharded)
+        squares.append(sum((next(norms).square() for _ in row), zero) if known else zero + torch.nan)
+    total = torch.stack(squares) if squares else torch.zeros(0, device=device)
     if store.sharded:
-        sum_over_replicas(totals)
-    return torch.where(totals[1] > 0, totals[0].sqrt() / loss_scale, torch.nan)
+        sum_over_replicas(total)
+    return total.sqrt() / loss_scale

@@ -88,7 +88,8 @@ def masks_checksum(masks: Sequence[Mask]) -> int:
 @contextmanager
 def masked(units: Sequence[FreezeUnit], mask: Mask) -> Iterator[None]:
     """Within the block the units of ``mask`` do not require gradients; afterwards they do again."""
-    parameters = [parameter for unit in mask for parameter in units[unit].parameters]
+    # One that the user froze meanwhile stays frozen.
+    parameters = [parameter for unit in mask for parameter in units[unit].parameters if parameter.requires_grad]
     for parameter in parameters:
         parameter.requires_grad_(False)
     try:

@@ -10,7 +10,7 @@ frozen share costs neither memory nor time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ _ELEMENTWISE_TORCH: tuple[type, ...] = (
     torch.optim.SGD,
     torch.optim.Adam,
     torch.optim.AdamW,
-    torch.optim.Adagrad,
     torch.optim.RMSprop,
 )
 _ELEMENTWISE_DEEPSPEED = ("FusedAdam", "DeepSpeedCPUAdam")
@@ -69,14 +68,20 @@ def _unsupported(optimizer: str) -> UnsupportedError:
     )
 
 
+def _register(optimizer: torch.optim.Optimizer, before: Callable[..., None], after: Callable[..., None]) -> None:
+    """Innermost, so that a user's own hooks never see an optimizer that is not whole."""
+    optimizer.register_step_pre_hook(before)
+    handle = optimizer.register_step_post_hook(after)
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
+
+
 class GroupStepCount:
     """FusedAdam without ZeRO counts steps on the last live parameter of a group, and for all of them. The count must go on
     whichever that is: before the step it is carried there, afterwards back to the last one of the group."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        optimizer.register_step_pre_hook(self._carry)
-        optimizer.register_step_post_hook(self._bring_back)
+        _register(optimizer, self._carry, self._bring_back)
         self._carried: list[tuple[dict[str, Any], Any, torch.Tensor, Any, int]] = []
 
     def freeze(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -121,8 +126,7 @@ class LiveViews:
         self._flats = flats
         self._frozen: list[list[tuple[int, int]]] = [[] for _ in flats]
         self._narrowed: list[_Narrowed] = []
-        optimizer.register_step_pre_hook(self._narrow)
-        optimizer.register_step_post_hook(self._widen)
+        _register(optimizer, self._narrow, self._widen)
 
     def freeze(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """What the next step leaves alone. Where a parameter lies is DeepSpeed's own record, ``_hp_mapping``."""

@@ -25,7 +25,7 @@ class StageShape:
     """What the planner knows about a stage without holding its tensors; travels to rank 0.
 
     ``barrier`` is the depth of the first trainable parameter that never freezes (the number of trainable parameters if
-    there is none): a frozen prefix cannot reach past it.
+    there is none): a frozen prefix cannot reach past it. ``has_others``: whether there is one.
     """
 
     stage_id: int
@@ -33,6 +33,7 @@ class StageShape:
     weights: tuple[float, ...]
     starts: tuple[int, ...]
     barrier: int
+    has_others: bool = False
 
     def share(self, mask: Iterable[int]) -> float:
         """Share of the freezable weight-gradient time that ``mask`` skips."""
@@ -81,7 +82,7 @@ def find_units(
     return units, depth if barrier is None else barrier
 
 
-def shape_of(stage_id: int, units: Sequence[FreezeUnit], barrier: int) -> StageShape:
+def shape_of(stage_id: int, units: Sequence[FreezeUnit], barrier: int, *, has_others: bool = False) -> StageShape:
     """The travelling description of a stage's units."""
     return StageShape(
         stage_id,
@@ -89,4 +90,5 @@ def shape_of(stage_id: int, units: Sequence[FreezeUnit], barrier: int) -> StageS
         tuple(unit.weight for unit in units),
         tuple(unit.start for unit in units),
         barrier,
+        has_others,
     )

@@ -19,11 +19,7 @@ MODES: dict[str, dict[str, Any]] = {
     "fp32 zero1": {"zero_optimization": {"stage": 1}},
     "bf16": {"bf16": {"enabled": True}},
     "bf16 zero1": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
-    "bf16 zero1 fp32-accum": {
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 1},
-        "data_types": {"grad_accum_dtype": "fp32"},
-    },
+    "bf16 zero1 fp32-accum": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
 }
 # Only where the test has persuaded DeepSpeed that the device can; not part of the matrix.
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}, "zero_optimization": {"stage": 1}}
@@ -35,6 +31,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         "params": {"lr": LR, "weight_decay": DECAY, "torch_adam": True, "adam_w_mode": False},
     },
     "adamw": {"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY, "torch_adam": True}},
+    "rmsprop": {"type": "RMSprop", "params": {"lr": LR, "weight_decay": DECAY, "momentum": 0.9}},
     "fused adamw": {"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY}},
     # Objects and groups are made by the job.
     "client adamw": {},
@@ -101,7 +98,9 @@ class Cell:
 
     def config(self) -> dict[str, Any]:
         """The DeepSpeed config."""
-        mode = FP16 if self.mode == "fp16 zero1" else MODES[self.mode]
+        mode = FP16 if self.mode.startswith("fp16") else MODES[self.mode]
+        if self.mode.endswith("fp32-accum"):
+            mode = {**mode, "data_types": {"grad_accum_dtype": "fp32"}}
         config = jobs.ds_config(self.micro_batches, rlfreeze={"enabled": True}, dp=self.dp, **mode)
         del config["optimizer"]
         if OPTIMIZERS[self.optimizer]:

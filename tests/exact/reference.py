@@ -78,6 +78,8 @@ def _optimizer(cell: Cell, masters: dict[str, torch.Tensor]) -> torch.optim.Opti
         return torch.optim.SGD(
             parameters, lr=LR, weight_decay=DECAY, momentum=0.9 if cell.optimizer == "momentum" else 0.0
         )
+    if cell.optimizer == "rmsprop":
+        return torch.optim.RMSprop(parameters, lr=LR, weight_decay=DECAY, momentum=0.9)
     if cell.optimizer == "adam":
         return torch.optim.Adam(parameters, lr=LR, weight_decay=DECAY)
     if cell.optimizer == "groups":

@@ -178,23 +178,44 @@ def test_stock_and_ours_load_each_others_checkpoints(tmp_path: Path) -> None:
         assert len(found) == 8 and set(found.values()) == {"equal"}, found
 
 
-def lost_partition_job(folder: str) -> str:
+def partitions_job(folder: str) -> tuple[bool, bool, list[str]]:
     from rlfreeze_ds.errors import RLFreezeError
 
     cell = Cell(mode="bf16", stages=1, dp=2)
     stock = build(cell, STOCK)
     train(stock, cell, range(2))
-    stock.save_checkpoint(folder)
-    try:
-        build(cell, PLANNED).load_checkpoint(folder)
-    except RLFreezeError as error:
-        return str(error)
-    return "no error"
+    stock.save_checkpoint(folder, tag=0)
+    ours = build(cell, PLANNED)
+    ours.load_checkpoint(folder, tag=0)
+    same = equal(state(ours, cell), state(stock, cell))
+    ours.save_checkpoint(folder, tag=0)
+    kept = Path(folder, "0", "rlfreeze_state.json").exists()
+    torch.distributed.barrier()
+    partition = Path(folder, "0", f"bf16_zero_pp_rank_{ours.global_rank}_mp_rank_00_optim_states.pt")
+    messages = []
+    for spoil in (lambda: torch.save(_halved(partition), partition), partition.unlink):
+        spoil()
+        torch.distributed.barrier()
+        try:
+            build(cell, PLANNED).load_checkpoint(folder, tag=0)
+        except RLFreezeError as error:
+            messages.append(str(error))
+    return same, kept, messages
 
 
-def test_a_partition_that_stock_never_saved_is_named(tmp_path: Path) -> None:
-    for message in run_ranks(lost_partition_job, 2, str(tmp_path)):
-        assert "load_optimizer_states=False" in message and '"stage": 1' in message
+def _halved(path: Path) -> dict[str, Any]:
+    """As if saved by a job with twice as many replicas."""
+    content = torch.load(path, weights_only=False)
+    state = content["optimizer_state_dict"]
+    masters = [master[: len(master) // 2] for master in state["single_partition_of_fp32_groups"]]
+    return content | {"optimizer_state_dict": state | {"single_partition_of_fp32_groups": masters}}
+
+
+def test_every_partition_of_a_bf16_optimizer_is_loaded_or_named(tmp_path: Path) -> None:
+    for same, kept, messages in run_ranks(partitions_job, 2, str(tmp_path)):
+        assert same and kept and len(messages) == 2
+        assert "partitions of" in messages[0] and "not found" in messages[1]
+        assert all("load_optimizer_states=False" in message for message in messages)
 
 
 def excluded_job(folder: str) -> set[str]:
@@ -220,7 +241,8 @@ def test_a_checkpoint_without_frozen_parameters_keeps_what_we_froze(tmp_path: Pa
 # -- skipped steps -----------------------------------------------------------------------------------------------------
 
 
-def skipped_job(mode: str) -> dict[str, Any]:
+def skipped_job(mode: str, folder: str) -> dict[str, Any]:
+    os.environ["RLFREEZE_RUN_DIR"] = folder
     cell = Cell(mode=mode, clip=None)
     engine = build(cell, PLANNED)
     train(engine, cell, range(12))
@@ -240,21 +262,23 @@ def skipped_job(mode: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", ["fp32 zero1", "bf16", "bf16 zero1", "bf16 zero1 fp32-accum"])
-def test_a_step_skipped_for_infinity_changes_neither_weights_nor_statistics_nor_phase(mode: str) -> None:
-    results = run_ranks(skipped_job, 2, mode)
+def test_a_step_skipped_for_infinity_changes_neither_weights_nor_statistics_nor_phase(tmp_path: Path, mode: str) -> None:
+    results = run_ranks(skipped_job, 2, mode, str(tmp_path))
+    logged = [json.loads(line) for line in (tmp_path / "rlfreeze.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in logged if line.get("event") == "step" and line["loss"] is None] == [12]
     for result in results:
         assert result["skipped"] == 1 and result["untouched"] and result["step"] == 16
         assert all(loss == loss for loss in result["losses"])
     assert any(result["froze"] for result in results)
 
 
-def fp16_job() -> dict[str, Any]:
+def fp16_job(accumulation: str) -> dict[str, Any]:
     """fp16 on the CPU, which DeepSpeed calls unsupported: enough to walk through overflow and loss scaling."""
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().is_fp16_supported = lambda: True
     get_accelerator().supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
-    cell = Cell(mode="fp16 zero1", clip=None)
+    cell = Cell(mode=f"fp16 zero1{accumulation}", clip=None)
     engine = build(cell, PLANNED)
     slow_weight_gradients(engine)
     phases, skipped, untouched, statistics = [], [], [], []
@@ -275,8 +299,9 @@ def fp16_job() -> dict[str, Any]:
     return {"skipped": skipped, "moved on": phases, "untouched": untouched, "norms": statistics}
 
 
-def test_fp16_overflow_steps_count_for_nothing() -> None:
-    for result in run_ranks(fp16_job, 2):
+@pytest.mark.parametrize("accumulation", ["", " fp32-accum"])
+def test_fp16_overflow_steps_count_for_nothing(accumulation: str) -> None:
+    for result in run_ranks(fp16_job, 2, accumulation):
         assert 0 < sum(result["skipped"]) < 10
         assert all(result["untouched"])
         # Steady never advances its count into another phase, so only the steps before it tell.

@@ -90,3 +90,12 @@ def test_masked_restores_also_after_an_exception_and_leaves_user_frozen_paramete
         assert [p.requires_grad for p in model.parameters()] == [False, False, True, False]
         raise KeyError
     assert [p.requires_grad for p in model.parameters()] == [True, False, True, True]
+
+
+def test_what_the_user_freezes_later_is_not_thawed() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    units, _ = find_units(net.named_parameters(), "parameter", [])
+    units[0].parameters[0].requires_grad_(False)
+    with masked(units, (0, 1)):
+        assert not units[1].parameters[0].requires_grad
+    assert [unit.parameters[0].requires_grad for unit in units] == [False, True, True, True]

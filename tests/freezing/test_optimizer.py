@@ -46,7 +46,6 @@ OPTIMIZERS: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1),
     "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1, foreach=True),
     "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1, fused=True),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.5),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9, centered=True),
     "FusedAdam": fused_adam,
     "DeepSpeedCPUAdam": cpu_adam,
@@ -161,6 +160,23 @@ def test_a_step_that_fails_leaves_the_optimizer_whole() -> None:
     views.finish()
     handle.remove()
     assert optimizer.param_groups[0]["params"][0] is flat and set(optimizer.state) == {flat}
+
+
+def test_a_users_own_hooks_see_the_whole_optimizer() -> None:
+    flat = torch.randn(64).requires_grad_()
+    optimizer = torch.optim.AdamW([flat])
+    seen = []
+
+    def look(optimizer: Any, *_: Any) -> None:
+        seen.append([len(p) for p in optimizer.param_groups[0]["params"]] + [len(optimizer.state[flat].get("exp_avg", []))])
+
+    optimizer.register_step_post_hook(look)
+    views = LiveViews(optimizer, [flat])
+    for _ in range(2):
+        flat.grad = torch.randn(64)
+        views.freeze([Piece(16, 48)])  # type: ignore[list-item]
+        optimizer.step()
+    assert seen == [[64, 64]] * 2
 
 
 @pytest.mark.parametrize("seed", range(20))
