@@ -186,7 +186,7 @@ def partitions_job(folder: str) -> tuple[bool, bool, list[str]]:
     train(stock, cell, range(2))
     stock.save_checkpoint(folder, tag=0)
     ours = build(cell, PLANNED)
-    ours.load_checkpoint(folder, tag=0)
+    ours.load_checkpoint(folder, tag="0")
     same = equal(state(ours, cell), state(stock, cell))
     ours.save_checkpoint(folder, tag=0)
     kept = Path(folder, "0", "rlfreeze_state.json").exists()
@@ -197,7 +197,7 @@ def partitions_job(folder: str) -> tuple[bool, bool, list[str]]:
         spoil()
         torch.distributed.barrier()
         try:
-            build(cell, PLANNED).load_checkpoint(folder, tag=0)
+            build(cell, PLANNED).load_checkpoint(folder, tag="0")
         except RLFreezeError as error:
             messages.append(str(error))
     return same, kept, messages
