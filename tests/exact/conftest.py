@@ -20,7 +20,8 @@ otherwise, and compares it with a single-process loop in plain torch ([tests/exa
 - thawed: moves again, with the moments that it had;
 - live and partly frozen: equal to the loop. To the bit, except with clipping (the norm is summed stage by stage, not at once)
   and with DeepSpeed's native Adam kernels (they fuse multiply and add): there within 1e-5 in fp32 and one rounding in bf16;
-- gradient norm, loss: equal to the loop's; data-parallel replicas: the same bits.
+- loss and gradient norm equal to the loop's (in fp32 without ZeRO, where stock does not tell the norm, by what clipping does);
+- data-parallel replicas: the same bits.
 
 PP: pipeline stages. DP: data-parallel replicas. M: micro-batches.
 

@@ -61,7 +61,9 @@ def test_cell(cell: Cell, request: pytest.FixtureRequest) -> None:
                 compare(cell, weight, expected.weights[step][name], f"step {step}, {name}")
             low_precision = cell.dtype != torch.float32
             if rank["norms"][step] is not None:
-                assert rank["norms"][step] == pytest.approx(expected.norms[step], rel=2e-3 if low_precision else 1e-5)
+                # With nothing live at all a norm of nearly nothing stands in.
+                rel = 2e-3 if low_precision else 1e-5
+                assert rank["norms"][step] == pytest.approx(expected.norms[step], rel=rel, abs=1e-9)
             assert rank["losses"][step] == pytest.approx(expected.losses[step], rel=1e-2 if low_precision else 1e-5)
         for one in ranks:
             for other in ranks:
