@@ -1,10 +1,11 @@
-"""What leaving frozen units out of a whole step saves: gradient bytes, optimizer seconds, peak memory, against stock.
+"""What leaving frozen units out of a whole step saves: gradient bytes, optimizer seconds, activations, against stock.
 
 How to run: OMP_NUM_THREADS=1 python benchmarks/savings.py --json benchmarks/records/savings.json
 What to expect: some five minutes. For PP1 x DP2 and PP2 x DP2 and each mode, ranks hold a stock engine and one of ours with
 ``"mask_scope": "step"`` per freeze ratio; all train in turn on the same batches. Bytes are what this rank hands to the
 data-parallel reduction of gradients in one step; optimizer seconds are those of the inner optimizer's ``step``, hooks
-included; peak memory is how far the resident set rises during a step above where it rests. Medians over steps, on rank 0.
+included; memory is the most that autograd keeps for the backward at any time of a step. On rank 0: means over steps of bytes
+and memory, which vary with the masks, and medians of seconds.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ MODES: dict[str, dict[str, Any]] = {
     "bf16 zero1": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1, "reduce_bucket_size": 4_000_000}},
 }
 RATIOS = (0.0, 0.5, 0.8)
+KEPT_STEPS = 10
 
 
 class Meter:
@@ -91,18 +91,42 @@ def freeze(engine: Any, ratio: float) -> None:
     controller.begin_step = begin_step
 
 
-@contextmanager
-def peak_memory(peaks: list[int]) -> Any:
-    """Bytes by which the resident set rises above where it was."""
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _resident("VmRSS")
-    yield
-    peaks.append(_resident("VmHWM") - before)
+class Kept:
+    """Bytes of the activations that autograd keeps for the backward, and the most at any time. Parameters do not count."""
+
+    def __init__(self, engine: Any) -> None:
+        self.peak = self._now = 0
+        self._holders: dict[int, int] = {}
+        self._parameters = {p.untyped_storage().data_ptr() for p in engine.module.parameters()}
+
+    def hooks(self) -> Any:
+        """A context; train a step in it."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda held: held.tensor)
+
+    def _pack(self, tensor: torch.Tensor) -> Held:
+        return Held(tensor, self)
+
+    def count(self, storage: torch.UntypedStorage, change: int) -> None:
+        """One more, or one less, that needs ``storage``."""
+        key = storage.data_ptr()
+        if key in self._parameters:
+            return
+        before = self._holders.get(key, 0)
+        self._holders[key] = before + change
+        if before + change in (0, 1) and before != 2:
+            self._now += change * storage.nbytes()
+            self.peak = max(self.peak, self._now)
 
 
-def _resident(key: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
-    return int(line.split()[1]) << 10
+class Held:
+    """A tensor that autograd keeps."""
+
+    def __init__(self, tensor: torch.Tensor, kept: Kept) -> None:
+        self.tensor, self._kept = tensor, kept
+        kept.count(tensor.untyped_storage(), 1)
+
+    def __del__(self) -> None:
+        self._kept.count(self.tensor.untyped_storage(), -1)
 
 
 def rank_main(rank: int, options: argparse.Namespace, stages: int, dp: int, results: dict[str, Any]) -> None:
@@ -127,25 +151,29 @@ def rank_main(rank: int, options: argparse.Namespace, stages: int, dp: int, resu
             meter.watch(engine)
         dtype = torch.float32 if mode == "fp32" else torch.bfloat16
         batch = torch.randn(options.rows, options.width).to(dtype)
-        figures: dict[str, dict[str, list[float]]] = {name: {"bytes": [], "seconds": [], "peak": []} for name in engines}
+        figures: dict[str, dict[str, list[float]]] = {name: {"bytes": [], "seconds": [], "kept": []} for name in engines}
         order = list(engines)
         for step in range(options.warmup + options.steps):
             for name in order if step % 2 else reversed(order):
                 meter.bytes, meter.seconds = 0, 0.0
-                peaks: list[int] = []
                 deepspeed.comm.barrier()
-                with peak_memory(peaks):
-                    engines[name].train_batch(iter([(batch, batch)] * options.micro_batches))
+                engines[name].train_batch(iter([(batch, batch)] * options.micro_batches))
                 if step >= options.warmup:
-                    for key, value in (("bytes", meter.bytes), ("seconds", meter.seconds), ("peak", peaks[0])):
-                        figures[name][key].append(value)
+                    figures[name]["bytes"].append(meter.bytes)
+                    figures[name]["seconds"].append(meter.seconds)
+        for name, engine in engines.items():  # by themselves: counting takes time
+            for _ in range(KEPT_STEPS):
+                kept = Kept(engine)
+                with kept.hooks():
+                    engine.train_batch(iter([(batch, batch)] * options.micro_batches))
+                figures[name]["kept"].append(kept.peak)
         if rank == 0:
             results[f"{mode}, PP{stages} x DP{dp}"] = {
                 name: {
                     "mib_reduced": round(statistics.fmean(values["bytes"]) / 2**20, 3),
                     "optimizer_ms": round(1e3 * statistics.median(values["seconds"]), 3),
                     "optimizer_ms_quartiles": [round(1e3 * q, 3) for q in np.quantile(values["seconds"], (0.25, 0.75))],
-                    "peak_mib": round(statistics.median(values["peak"]) / 2**20, 1),
+                    "activations_kept_mib": round(statistics.fmean(values["kept"]) / 2**20, 2),
                 }
                 for name, values in figures.items()
             }
