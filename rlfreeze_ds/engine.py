@@ -330,7 +330,7 @@ def bind_config(config: FreezeConfig) -> Callable[..., FreezePipelineEngine]:
             check_optimizer_config(config_class.optimizer_name)
             if kwargs.get("model_parameters") is not None:
                 kwargs["model_parameters"] = list(kwargs["model_parameters"])
-                check_something_to_train(kwargs["model"].stage_id, kwargs["model_parameters"])
+            check_something_to_train(kwargs["model"], config_class, kwargs.get("model_parameters"))
         # The config must be there before __init__ runs, and stock's signature must not change.
         engine = FreezePipelineEngine.__new__(FreezePipelineEngine)
         object.__setattr__(engine, "freeze_config", config)

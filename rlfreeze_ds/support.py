@@ -29,20 +29,29 @@ def check_supported_call(model: Any) -> None:
         )
 
 
-def check_something_to_train(stage_id: int, model_parameters: Sequence[Any]) -> None:
-    """Collective. An optimizer over nothing fails, and would leave the ranks of the other stages waiting.
+def check_something_to_train(module: Any, config: Any, model_parameters: Sequence[Any] | None) -> None:
+    """An optimizer over nothing fails, and would leave the ranks of the other stages waiting. Collective where that can be.
 
     Raises:
         UnsupportedError: on every rank.
     """
+    zero_stage = int(getattr(config, "zero_optimization_stage", 0) or 0)
+    low = _enabled(config, "bfloat16_config", "bfloat16_enabled") or _enabled(config, "float16_config", "fp16_enabled")
+    if model_parameters is not None:
+        count, what = len(model_parameters), "model_parameters is empty"
+        instead = "Leave model_parameters out (then frozen parameters stay as they are)"
+    elif zero_stage or low:
+        count, what = sum(p.requires_grad for p in module.parameters()), "no parameter requires a gradient"
+        instead = "Use fp32 without ZeRO"
+    else:
+        return
     group = ControlGroup()
-    reports = group.broadcast(group.gather((stage_id, len(model_parameters))))
-    empty = sorted({stage for stage, count in reports if count == 0})
+    reports = group.broadcast(group.gather((module.stage_id, count)))
+    empty = sorted({stage for stage, found in reports if found == 0})
     if empty:
         raise UnsupportedError(
-            f"model_parameters is empty on stage {', '.join(map(str, empty))}: no parameter of it has requires_grad, and no "
-            "optimizer can be made there. Leave model_parameters out (then frozen parameters stay as they are), cut the stages "
-            "differently, or train something of the stage."
+            f"{what} on stage {', '.join(map(str, empty))}: all of its parameters have requires_grad False, and DeepSpeed cannot "
+            f"make an optimizer there. {instead}, cut the stages differently, or train something of the stage."
         )
 
 

@@ -456,6 +456,27 @@ def test_an_engine_without_an_optimizer_evaluates_as_stock() -> None:
         assert found and all(ours == stock for stock, ours in found.values())
 
 
+def nothing_to_train_job(modes: list[str]) -> dict[str, str]:
+    from rlfreeze_ds.errors import UnsupportedError
+
+    messages = {}
+    for mode in modes:
+        try:
+            build(Cell(mode=mode, user_frozen="first stage"))
+            messages[mode] = "no error"
+        except UnsupportedError as error:
+            messages[mode] = str(error)
+    return messages
+
+
+def test_a_stage_that_the_user_froze_is_one_error_where_deepspeed_can_make_no_optimizer() -> None:
+    modes = [mode for mode in MODES if mode != "fp32"]
+    for messages in run_ranks(nothing_to_train_job, 2, modes):
+        assert len(messages) == len(modes)
+        for message in messages.values():
+            assert "on stage 0" in message and "requires_grad" in message and "fp32 without ZeRO" in message
+
+
 class Tokens(torch.nn.Module):
     """An embedding: its input is whole numbers, so what follows it needs a gradient only for its sake."""
 
