@@ -88,6 +88,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     record: dict[str, Any] = {
         "first": {names[id(p)]: p.detach().clone() for p in engine.module.parameters()},
         "masters": [], "weights": [], "norms": [], "losses": [], "rates": [], "untouched": [], "moved": [],
+        "factors": watch_clipping(engine),
         "dp_rank": engine.grid.get_data_parallel_id(),
     }  # fmt: skip
     replica = record["dp_rank"]
@@ -120,6 +121,22 @@ def run_cell(cell: Cell) -> dict[str, Any]:
         value.numel() for state in inner(engine).state.values() for value in state.values() if torch.is_tensor(value)
     )
     return record
+
+
+def watch_clipping(engine: Any) -> list[float | None]:
+    """By what each step's fp32 clipping multiplied the gradients, measured on them; None where there were none."""
+    factors: list[float | None] = []
+    stock = engine.clip_fp32_gradients
+
+    def clip() -> None:
+        gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+        before = [gradient.norm() for gradient in gradients]
+        stock()
+        after = [gradient.norm() for gradient in gradients]
+        factors.append(float(sum(after) / sum(before)) if gradients else None)
+
+    engine.clip_fp32_gradients = clip
+    return factors
 
 
 def inner(engine: Any) -> Any:

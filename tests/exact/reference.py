@@ -17,11 +17,12 @@ from tests.exact.cells import DECAY, LAYERS, LR, Cell, Ends, Layer, masks_of, pa
 
 @dataclass
 class Trace:
-    """After every step: fp32 masters and weights by name, and the step's gradient norm and loss."""
+    """After every step: fp32 masters and weights by name, and the step's gradient norm, clipping factor and loss."""
 
     masters: list[dict[str, torch.Tensor]] = field(default_factory=list)
     weights: list[dict[str, torch.Tensor]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    factors: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
 
@@ -58,8 +59,9 @@ def run(cell: Cell, first: dict[str, torch.Tensor], learning_rates: list[float])
             counted = first or counted
         norm = float(torch.stack([g.float().norm() for g in counted] or [torch.zeros(())]).norm())
         limit = 1.0 if cell.clip is None else cell.clip
-        if limit and norm + 1e-6 > limit:
-            live = {name: gradient * (limit / (norm + 1e-6)) for name, gradient in live.items()}
+        factor = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
+        if factor < 1:
+            live = {name: gradient * factor for name, gradient in live.items()}
         _step(cell, optimizer, masters, live)
         with torch.no_grad():
             for name, parameter in low.items():
@@ -68,6 +70,7 @@ def run(cell: Cell, first: dict[str, torch.Tensor], learning_rates: list[float])
         trace.masters.append({name: master.detach().clone() for name, master in masters.items()})
         trace.weights.append({name: parameter.detach().clone() for name, parameter in low.items()})
         trace.norms.append(norm)
+        trace.factors.append(factor)
         trace.losses.append(loss)
     return trace
 

@@ -65,6 +65,9 @@ def test_cell(cell: Cell, request: pytest.FixtureRequest) -> None:
                 rel = 2e-3 if low_precision else 1e-5
                 assert rank["norms"][step] == pytest.approx(expected.norms[step], rel=rel, abs=1e-9)
             assert rank["losses"][step] == pytest.approx(expected.losses[step], rel=1e-2 if low_precision else 1e-5)
+        for rank in ranks:
+            if rank["factors"] and rank["factors"][step] is not None:
+                assert rank["factors"][step] == pytest.approx(expected.factors[step], rel=1e-5)
         for one in ranks:
             for other in ranks:
                 for name in set(one["weights"][step]) & set(other["weights"][step]):
@@ -73,6 +76,8 @@ def test_cell(cell: Cell, request: pytest.FixtureRequest) -> None:
 
 def check_frozen(cell: Cell, ranks: list[dict[str, Any]]) -> None:
     """Bit for bit: weight, master and moments of what was frozen throughout a step; and the rest moved."""
+    clipped = not cell.flat and cell.clip != 0
+    assert all(len(rank["factors"]) == (len(masks_of(cell)) if clipped else 0) for rank in ranks)
     untouched = [entry for rank in ranks for entry in rank["untouched"]]
     assert [entry for entry in untouched if not entry[2]] == []
     assert untouched or cell.masks == "no"

@@ -88,57 +88,76 @@ def test_ratio_zero_is_stock_to_the_bit_in_every_mode(stages: int, dp: int) -> N
 # -- resume ------------------------------------------------------------------------------------------------------------
 
 
-def resume_job(cells: list[Cell], folder: str, points: list[int]) -> dict[str, bool]:
-    same = {}
+# Where runs are saved and killed: the block's changes, and the steps with the phase each is in. A plan depends on timings, which
+# no two runs share, so the first two end while profiling goes on and the others begin with the plan.
+LONG_PROFILE = PLANNED | {"profile_steps": 30}
+KILLS = ((LONG_PROFILE, {2: "warmup", 5: "profile"}), (PLANNED, {9: "ramp", 14: "steady"}))
+GO_ON = 20  # steps
+
+
+def killed_job(cells: list[Cell], folder: str) -> None:
+    """Train and save; note what the steps after each save brought; die."""
     for cell in cells:
-        engine = build(cell, PLANNED)
-        for save_at in points:
-            train(engine, cell, range(engine.freeze_controller.step, save_at))
-            engine.save_checkpoint(f"{folder}/{cell.name}")
-            phase = engine.freeze_controller.phase
-            # While profiling the plan is still to come and would differ: stop before it.
-            last = 7 if phase == "profile" else save_at + 20
-            twin = build(cell, PLANNED)
-            twin.load_checkpoint(f"{folder}/{cell.name}")
-            losses = [train(run, cell, range(save_at, last)) for run in (engine, twin)]
-            same[f"{cell.name}, {phase}"] = losses[0] == losses[1] and equal(state(engine, cell), state(twin, cell))
-            engine = twin if phase == "profile" else build(cell, PLANNED)
-            if phase != "profile":
-                engine.load_checkpoint(f"{folder}/{cell.name}", tag=f"global_step{save_at}")
-    return same
-
-
-@pytest.mark.parametrize(("stages", "dp"), [(2, 1), (2, 2)])
-def test_resume_equals_the_uninterrupted_run_in_every_mode(tmp_path: Path, stages: int, dp: int) -> None:
-    cells = [Cell(mode=mode, stages=stages, dp=dp) for mode in MODES]
-    for same in run_ranks(resume_job, stages * dp, cells, str(tmp_path), [5, 9, 14]):
-        assert len(same) == 3 * len(cells) and [name for name, ok in same.items() if not ok] == []
-
-
-def killed_job(cell: Cell, folder: str, save_at: int, last: int) -> None:
-    engine = build(cell, PLANNED)
-    train(engine, cell, range(save_at))
-    engine.save_checkpoint(folder)
-    losses = train(engine, cell, range(save_at, last))
-    torch.save((losses, state(engine, cell)), f"{folder}/rank{engine.global_rank}.pt")
+        for block, points in KILLS:
+            engine = build(cell, block)
+            losses: dict[int, float] = {}
+            for step in range(max(points) + GO_ON):
+                if step in points:
+                    assert engine.freeze_controller.phase == points[step]
+                    engine.save_checkpoint(f"{folder}/{cell.name}/{points[step]}")
+                (losses[step],) = train(engine, cell, range(step, step + 1))
+                started = step + 1 - GO_ON
+                if started in points:
+                    after = ([losses[s] for s in range(started, step + 1)], state(engine, cell))
+                    torch.save(after, f"{folder}/{cell.name}/{points[started]}/rank{engine.global_rank}.pt")
     torch.distributed.barrier()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def resumed_job(cell: Cell, folder: str, save_at: int, last: int) -> bool:
-    engine = build(cell, PLANNED)
-    engine.load_checkpoint(folder)
-    losses = train(engine, cell, range(save_at, last))
-    expected = torch.load(f"{folder}/rank{engine.global_rank}.pt")
-    return losses == expected[0] and equal(state(engine, cell), expected[1])
+def resumed_job(cells: list[Cell], folder: str) -> dict[str, bool]:
+    """In new processes: whether the same steps bring the same bits."""
+    same = {}
+    for cell in cells:
+        for block, points in KILLS:
+            for save_at, phase in points.items():
+                engine = build(cell, block)
+                engine.load_checkpoint(f"{folder}/{cell.name}/{phase}")
+                assert engine.freeze_controller.phase == phase
+                losses = train(engine, cell, range(save_at, save_at + GO_ON))
+                expected = torch.load(f"{folder}/{cell.name}/{phase}/rank{engine.global_rank}.pt")
+                same[f"{cell.name}, {phase}"] = losses == expected[0] and equal(state(engine, cell), expected[1])
+    return same
 
 
-@pytest.mark.parametrize("mode", ["bf16", "bf16 zero1"])
-def test_new_processes_go_on_where_killed_ones_had_saved(tmp_path: Path, mode: str) -> None:
-    cell = Cell(mode=mode)
+@pytest.mark.parametrize(("stages", "dp"), [(2, 1), (2, 2)])
+def test_new_processes_go_on_where_killed_ones_had_saved(tmp_path: Path, stages: int, dp: int) -> None:
+    cells = [Cell(mode=mode, stages=stages, dp=dp) for mode in MODES]
     with pytest.raises(AssertionError, match="-9"):
-        run_ranks(killed_job, 2, cell, str(tmp_path), 12, 32)
-    assert run_ranks(resumed_job, 2, cell, str(tmp_path), 12, 32) == [True, True]
+        run_ranks(killed_job, stages * dp, cells, str(tmp_path))
+    for same in run_ranks(resumed_job, stages * dp, cells, str(tmp_path)):
+        assert len(same) == 4 * len(cells) and [name for name, ok in same.items() if not ok] == []
+
+
+def resumed_again_job(folder: str) -> list[str]:
+    """A resumed run saves and resumes as well as the first."""
+    cell = Cell(mode="bf16 zero1")
+    engine = build(cell, PLANNED)
+    phases = []
+    for save_at in (5, 9, 14):
+        train(engine, cell, range(engine.freeze_controller.step, save_at))
+        engine.save_checkpoint(folder)
+        twin = build(cell, PLANNED)
+        twin.load_checkpoint(folder)
+        states = [json.dumps(run.freeze_controller.state_dict()) for run in (engine, twin)]  # text, for NaN is not NaN
+        assert states[0] == states[1]
+        assert equal(state(twin, cell), state(engine, cell))
+        phases.append(twin.freeze_controller.phase)
+        engine = twin
+    return phases
+
+
+def test_a_resumed_run_is_saved_and_resumed_again(tmp_path: Path) -> None:
+    assert run_ranks(resumed_again_job, 2, str(tmp_path)) == [["profile", "ramp", "steady"]] * 2
 
 
 def exchange_job(folder: str) -> dict[str, str]:
