@@ -12,6 +12,10 @@ class ConfigError(RLFreezeError, ValueError):
     """The ``"rlfreeze"`` block of the DeepSpeed JSON is wrong."""
 
 
+class TargetError(ConfigError):
+    """A target that no allowed amount of freezing reaches."""
+
+
 class UnsupportedError(RLFreezeError, RuntimeError):
     """The job uses a mode in which freezing would not be exact, or a DeepSpeed that lacks a symbol we override."""
 

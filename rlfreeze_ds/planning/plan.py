@@ -17,7 +17,7 @@ WORTHWHILE_GAIN = 0.02
 """A plan that shortens the batch by a smaller share than this is not worth the progress that freezing costs."""
 
 _SECONDS = ("unfrozen_makespan_s", "planned_makespan_s", "all_frozen_makespan_s")
-_SHARES = ("mean_freeze_ratio", "bubble_ratio", "unfrozen_bubble_ratio", "max_freeze_ratio")
+_SHARES = ("mean_freeze_ratio", "bubble_ratio", "unfrozen_bubble_ratio", "max_freeze_ratio", "expected_kept_progress")
 _RATIO_KEYS = {"stage_id", "micro_batch_id", "kind", "ratio"}
 
 
@@ -37,8 +37,11 @@ class Plan:
         bubble_ratio: share of the rank-seconds of the planned batch spent waiting.
         unfrozen_bubble_ratio: the same with nothing frozen.
         solver: "highs", "cbc", or "none" where no solver was needed.
+        objective: "makespan" or "progress": what it is the best plan for.
         max_freeze_ratio: the limit on a stage's mean ratio that it was made for.
         time_slack: share of the least makespan that was given up for lower ratios.
+        expected_kept_progress: share of an unfrozen batch's progress that this one is expected to make, in [0, 1].
+        expected_loss_per_second_gain: that, times unfrozen over planned makespan.
         critical_stages: stages with a freezable instruction that could take no second longer without a longer batch.
     """
 
@@ -53,8 +56,11 @@ class Plan:
     bubble_ratio: float
     unfrozen_bubble_ratio: float
     solver: str
+    objective: str
     max_freeze_ratio: float
     time_slack: float
+    expected_kept_progress: float
+    expected_loss_per_second_gain: float
     critical_stages: tuple[int, ...] = ()
 
     def ratio(self, stage_id: int, micro_batch_id: int) -> float:
@@ -75,6 +81,10 @@ class Plan:
         """One line: what the plan buys, or that it is not worth it."""
         times = f"{self.speedup:.2f}x: {self.unfrozen_makespan_s:.3f} s -> {self.planned_makespan_s:.3f} s"
         times += f" at a mean freeze ratio of {self.mean_freeze_ratio:.2f}"
+        times += (
+            f", expected to keep {self.expected_kept_progress:.2f} of a batch's progress: "
+            f"{self.expected_loss_per_second_gain:.2f}x the loss per second"
+        )
         gain = 1.0 - self.planned_makespan_s / self.unfrozen_makespan_s if self.unfrozen_makespan_s > 0 else 0.0
         if gain >= WORTHWHILE_GAIN:
             return times
@@ -82,6 +92,8 @@ class Plan:
             return "not worth freezing: no instruction is shorter when it is frozen"
         if self.max_freeze_ratio == 0:
             return "not worth freezing: max_freeze_ratio is 0, nothing may be frozen"
+        if self.objective == "progress" and self.mean_freeze_ratio == 0:
+            return f"not worth freezing: no plan is expected to gain {WORTHWHILE_GAIN:.0%} in loss per second"
         return f"not worth freezing: {times}, a gain below {WORTHWHILE_GAIN:.0%}"
 
     def explain(self) -> list[str]:
@@ -136,13 +148,16 @@ class Plan:
             RLFreezeError: a key is missing or unknown, a value has the wrong type or range, or a mean is wrong.
         """
         expected = {*cls.__dataclass_fields__, "freeze_ratio", "verdict"} - {"ratios"}
+        if isinstance(data, dict):
+            data = {key: value for key, value in data.items() if key != "frontier"}  # written beside a plan, no part of it
         _check_keys("the plan", data, expected)
         values = {key: data[key] for key in expected - {"freeze_ratio", "verdict"}}
         _expect(isinstance(data["verdict"], str), "verdict", data["verdict"], "a text")
         _expect(isinstance(values["solver"], str), "solver", values["solver"], "a text")
         for key in ("num_stages", "num_micro_batches"):
             _expect(type(values[key]) is int and values[key] >= 0, key, values[key], "a whole number >= 0")
-        for key in (*_SECONDS, "time_slack"):
+        _expect(values["objective"] in ("makespan", "progress"), "objective", values["objective"], '"makespan" or "progress"')
+        for key in (*_SECONDS, "time_slack", "expected_loss_per_second_gain"):
             values[key] = _number(key, values[key], math.inf)
         for key in _SHARES:
             values[key] = _number(key, values[key], 1.0)

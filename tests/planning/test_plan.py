@@ -28,8 +28,11 @@ PLAN = Plan(
     bubble_ratio=0.2,
     unfrozen_bubble_ratio=0.3,
     solver="highs",
+    objective="makespan",
     max_freeze_ratio=0.8,
     time_slack=0.02,
+    expected_kept_progress=0.8,
+    expected_loss_per_second_gain=1.139,
     critical_stages=(1,),
 )
 
@@ -58,6 +61,8 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
         assert Plan.load(tmp_path / "plan.json") == plan
         assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+    # A frontier may stand beside a plan in its file.
+    assert Plan.from_json(PLAN.to_json() | {"frontier": {}}) == PLAN
 
 
 @pytest.mark.parametrize(
@@ -70,6 +75,8 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
         (changed(planned_makespan_s=math.nan), "planned_makespan_s = nan"),
         (changed(planned_makespan_s=True), "planned_makespan_s = True"),
         (changed(bubble_ratio=1.5), "bubble_ratio = 1.5: must be a number from 0 to 1"),
+        (changed(objective="speed"), 'objective = .speed.: must be "makespan" or "progress"'),
+        (changed(expected_kept_progress=1.5), "expected_kept_progress = 1.5: must be a number from 0 to 1"),
         (changed(num_stages=3.0), "num_stages = 3.0: must be a whole number"),
         (changed(stage_freeze_ratio=[0.0]), "stage_freeze_ratio = .*: must be a number per stage"),
         (changed(critical_stages=[3]), "critical_stages = .*: must be a list of stage ids"),
@@ -130,10 +137,15 @@ def test_a_symbolic_link_stays_a_link(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("plan", "verdict"),
     [
-        (PLAN, "1.42x: 0.675 s -> 0.474 s at a mean freeze ratio of 0.31"),
+        (
+            PLAN,
+            "1.42x: 0.675 s -> 0.474 s at a mean freeze ratio of 0.31"
+            ", expected to keep 0.80 of a batch's progress: 1.14x the loss per second",
+        ),
         (
             replace(PLAN, planned_makespan_s=0.668),
-            "not worth freezing: 1.01x: 0.675 s -> 0.668 s at a mean freeze ratio of 0.31, a gain below 2%",
+            "not worth freezing: 1.01x: 0.675 s -> 0.668 s at a mean freeze ratio of 0.31"
+            ", expected to keep 0.80 of a batch's progress: 1.14x the loss per second, a gain below 2%",
         ),
         (
             replace(PLAN, planned_makespan_s=0.675, ratios={}),
