@@ -7,21 +7,29 @@ from dataclasses import dataclass
 
 import numpy as np
 
-BackwardSample = tuple[float, float, float]
-"""(share of the weight-gradient time skipped, share of the units in a frozen prefix, seconds)."""
+BackwardSample = tuple[Sequence[int], float, float]
+"""(units that were frozen, share of the units in a frozen prefix, seconds)."""
+
+# How far a unit's seconds may be expected to lie from what its size says, as a share of that.
+UNIT_SPREAD = 0.5
+# Of a Huber loss: beyond so many standard deviations an error counts with its size, not its square.
+_HUBER = 1.345
+_ROUNDS = 6
 
 
 @dataclass(frozen=True)
 class StageFit:
     """backward = backward_s - share * weight_gradient_s - prefix_share * input_gradient_s; all in seconds.
 
-    ``input_gradient_s`` is 0 on every stage but the first: elsewhere the input gradient is always needed.
+    ``input_gradient_s`` is 0 on every stage but the first: elsewhere the input gradient is always needed. ``unit_shares``: per
+    unit its share of ``weight_gradient_s``; the share of a mask is the sum of its units'.
     """
 
     forward_s: float
     backward_s: float
     weight_gradient_s: float
     input_gradient_s: float = 0.0
+    unit_shares: tuple[float, ...] = ()
 
     def backward(self, share: float, prefix_share: float) -> float:
         """Seconds of a backward pass; never negative."""
@@ -29,27 +37,59 @@ class StageFit:
         return max(0.0, self.backward_s - saved)
 
 
-def fit_stage(forward_s: Sequence[float], backward: Sequence[BackwardSample], *, first_stage: bool) -> StageFit | None:
-    """Robust least squares (Huber weights); None without a finite sample of both kinds."""
+def fit_stage(
+    forward_s: Sequence[float], backward: Sequence[BackwardSample], sizes: Sequence[float], *, first_stage: bool
+) -> StageFit | None:
+    """Robust least squares; None without a finite sample of both kinds.
+
+    Args:
+        sizes: per unit, its share of the stage's elements. A unit's seconds are expected to be near its share of the whole, and the
+            nearer, the less the masks that ran tell it apart from the others (ridge regression).
+    """
     forwards = [value for value in forward_s if np.isfinite(value) and value >= 0]
-    rows = np.array([row for row in backward if np.all(np.isfinite(row)) and row[2] >= 0], dtype=float)
-    if not forwards or not len(rows):
+    samples = [sample for sample in backward if np.isfinite(sample[1]) and np.isfinite(sample[2]) and sample[2] >= 0]
+    if not forwards or not samples:
         return None
-    columns = [np.ones(len(rows)), -rows[:, 0]] + ([-rows[:, 1]] if first_stage else [])
-    design, seconds = np.stack(columns, axis=1), rows[:, 2]
-    weight = np.ones(len(rows))
-    solution = np.zeros(design.shape[1])
-    for _ in range(20):
-        root = np.sqrt(weight)
-        solution = np.linalg.lstsq(design * root[:, None], seconds * root, rcond=None)[0]
+    size = np.asarray(sizes, dtype=float)
+    frozen = np.zeros((len(samples), len(size)))
+    for row, (mask, _, _) in zip(frozen, samples, strict=True):
+        row[list(mask)] = 1.0
+    prefix, seconds = (np.array([sample[k] for sample in samples]) for k in (1, 2))
+    ones = np.ones(len(samples))
+    columns = [ones, -frozen @ size] + ([-prefix] if first_stage else [])
+    solution, deviation = _huber(np.stack(columns, axis=1), seconds, None)
+    backward_s, whole = max(0.0, float(solution[0])), max(0.0, float(solution[1]))
+    input_gradient_s = max(0.0, float(solution[2])) if first_stage else 0.0
+    unit_s = whole * size
+    if whole > 0 and len(size) > 1:
+        # The same with one more unknown per unit: by how much, over its size's share, it differs.
+        design = np.concatenate([np.stack(columns, axis=1), -frozen * size], axis=1)
+        penalty = np.zeros(design.shape[1])
+        penalty[len(columns) :] = (max(deviation, 1e-9 * whole) / (UNIT_SPREAD * whole)) ** 2
+        solution, _ = _huber(design, seconds, penalty)
+        backward_s = max(0.0, float(solution[0]))
+        input_gradient_s = max(0.0, float(solution[2])) if first_stage else 0.0
+        unit_s = np.maximum(0.0, size * (solution[1] + solution[len(columns) :]))
+    total = float(unit_s.sum())
+    shares = unit_s / total if total > 0 else size
+    return StageFit(float(np.median(forwards)), backward_s, total, input_gradient_s, tuple(shares.tolist()))
+
+
+def _huber(design: np.ndarray, seconds: np.ndarray, penalty: np.ndarray | None) -> tuple[np.ndarray, float]:
+    """The solution, and the standard deviation of what it leaves unexplained."""
+    weight = np.ones(len(seconds))
+    solution, deviation = np.zeros(design.shape[1]), 0.0
+    for _ in range(_ROUNDS):
+        weighted = design * weight[:, None]
+        normal = design.T @ weighted
+        if penalty is not None:
+            normal[np.diag_indices_from(normal)] += penalty
+        solution = np.linalg.lstsq(normal, weighted.T @ seconds, rcond=None)[0]
         residual = np.abs(seconds - design @ solution)
-        # 1.345 sigma, sigma from the median absolute residual: the customary Huber constant.
-        bound = max(1.345 * 1.4826 * float(np.median(residual)), 1e-9)
-        weight = np.minimum(1.0, bound / np.maximum(residual, 1e-12))
-    saved = [max(0.0, float(value)) for value in solution[1:]]
-    return StageFit(
-        float(np.median(forwards)), max(0.0, float(solution[0])), saved[0], saved[1] if first_stage else 0.0
-    )
+        # The median absolute residual of a normal distribution is 0.6745 standard deviations.
+        deviation = max(float(np.median(residual)) / 0.6745, 1e-9)
+        weight = np.minimum(1.0, _HUBER * deviation / np.maximum(residual, 1e-12))
+    return solution, deviation
 
 
 def fit_transfer(makespan_s: Callable[[float], float], measured_s: float) -> float:
