@@ -50,15 +50,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run_plan(arguments: argparse.Namespace) -> int:
     from rlfreeze_ds.planning.dag import PipelineDag
+    from rlfreeze_ds.planning.explain import explain
     from rlfreeze_ds.planning.profile import read_profile
     from rlfreeze_ds.planning.solver import Limits, solve
 
     limits = Limits(max_freeze_ratio=arguments.max_freeze_ratio, time_slack=arguments.time_slack)
     schedule, costs = read_profile(arguments.profile)
-    plan = solve(PipelineDag(schedule), costs, limits, solver=arguments.solver, time_limit_s=arguments.time_limit_s)
+    dag = PipelineDag(schedule)
+    plan = solve(dag, costs, limits, solver=arguments.solver, time_limit_s=arguments.time_limit_s)
     if arguments.json is not None:
         plan.save(arguments.json)
-    print(_text(plan))
+    print("\n".join([_text(plan), "", *explain(dag, costs, plan)]))
     return 0
 
 
@@ -77,8 +79,6 @@ def _text(plan: Plan) -> str:
             f"solver                 {plan.solver}",
             "",
             plan.grid(),
-            "",
-            *plan.explain(),
         ]
     )
 

@@ -86,7 +86,7 @@ def test_split_backwards_and_two_stages_a_rank(tmp_path: Path) -> None:
     # One chain of 3 F, 2 I and stage 0's B; stage 2's W runs beside stage 1's I, stage 1's W beside stage 0's B.
     assert (data["unfrozen_makespan_s"], data["planned_makespan_s"]) == pytest.approx((7.0, 6.5))
     assert data["stage_freeze_ratio"] == pytest.approx([1.0, 0.0, 0.0])
-    assert "stage 1: nothing is frozen, it is off the critical path" in result.stdout
+    assert "stage 1: nothing is frozen, its weight gradients are off the critical path" in result.stdout
 
 
 def test_a_broken_profile_names_file_and_line(tmp_path: Path) -> None:
