@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rlfreeze_ds.errors import RLFreezeError
+from rlfreeze_ds.planning.atomic_write import write_text
 from rlfreeze_ds.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from rlfreeze_ds.planning.cost_model import Costs
+    from rlfreeze_ds.planning.dag import PipelineDag
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,22 +52,43 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--time-limit-s", type=float, default=10.0, metavar="SECONDS", help="default: %(default)s")
     plan.add_argument("--json", metavar="PATH", help="write the plan there as well")
+    plan.add_argument("--gantt", metavar="PATH", help="draw the batch unfrozen and planned: .png, .svg or .pdf")
+    plan.add_argument("--trace", metavar="PATH", help="write both as a trace for chrome://tracing, ui.perfetto.dev")
     plan.set_defaults(run=_run_plan)
     return parser
 
 
 def _run_plan(arguments: argparse.Namespace) -> int:
     from rlfreeze_ds.planning.dag import PipelineDag
+    from rlfreeze_ds.planning.explain import explain
     from rlfreeze_ds.planning.profile import read_profile
     from rlfreeze_ds.planning.solver import Limits, solve
 
     limits = Limits(max_freeze_ratio=arguments.max_freeze_ratio, time_slack=arguments.time_slack)
     schedule, costs = read_profile(arguments.profile)
-    plan = solve(PipelineDag(schedule), costs, limits, solver=arguments.solver, time_limit_s=arguments.time_limit_s)
+    dag = PipelineDag(schedule)
+    plan = solve(dag, costs, limits, solver=arguments.solver, time_limit_s=arguments.time_limit_s)
+    lines = [_text(plan), "", _planned_batch(arguments, dag, costs, plan), "", *explain(dag, costs, plan)]
     if arguments.json is not None:
         plan.save(arguments.json)
-    print(_text(plan))
+    print("\n".join(lines))
     return 0
+
+
+def _planned_batch(arguments: argparse.Namespace, dag: PipelineDag, costs: Costs, plan: Plan) -> str:
+    """The planned batch as text; the picture and the trace that were asked for are written."""
+    from rlfreeze_ds.planning import timeline
+    from rlfreeze_ds.planning.picture import save_picture
+
+    ratios = {"unfrozen": {}, "planned": plan.ratios}
+    batches = {name: dag.simulate(costs.seconds(ratios[name]), costs.transfer_s) for name in ratios}
+    if arguments.gantt is not None:
+        size = timeline.comparison_size(batches)
+        save_picture(arguments.gantt, lambda ax: timeline.draw_comparison(ax, batches, ratios), size=size)
+    if arguments.trace is not None:
+        write_text(arguments.trace, json.dumps(timeline.chrome_trace(batches, ratios), allow_nan=False) + "\n")
+    grid = timeline.text_grid(batches["planned"], shutil.get_terminal_size((100, 24)).columns)
+    return f"the planned batch (F forward, B = I + W backward, blank: waiting)\n{grid}"
 
 
 def _text(plan: Plan) -> str:
@@ -77,8 +106,6 @@ def _text(plan: Plan) -> str:
             f"solver                 {plan.solver}",
             "",
             plan.grid(),
-            "",
-            *plan.explain(),
         ]
     )
 

@@ -9,6 +9,15 @@ from rlfreeze_ds.errors import RLFreezeError
 
 
 def write_text(path: str | Path, text: str) -> None:
+    """:func:`write_bytes` of a text, as UTF-8.
+
+    Raises:
+        RLFreezeError: the place cannot be written.
+    """
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: str | Path, data: bytes) -> None:
     """Write to a temporary file beside ``path``, then rename it; an old file stays as it was if anything fails.
 
     Raises:
@@ -22,8 +31,8 @@ def write_text(path: str | Path, text: str) -> None:
         if os.path.exists(target) and not os.access(target, os.W_OK):
             raise OSError("the file there is write-protected")
         try:
-            with open(temporary, "x", encoding="utf-8", newline="") as file:
-                file.write(text)
+            with open(temporary, "xb") as file:
+                file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, target)

@@ -96,25 +96,6 @@ class Plan:
             return f"not worth freezing: no plan is expected to gain {WORTHWHILE_GAIN:.0%} in loss per second"
         return f"not worth freezing: {times}, a gain below {WORTHWHILE_GAIN:.0%}"
 
-    def explain(self) -> list[str]:
-        """Per stage, in words, how much is skipped and why it is nothing where it is nothing."""
-        freezable = {i.stage_id for i in self.ratios}
-        lines = []
-        for stage_id, ratio in enumerate(self.stage_freeze_ratio):
-            if ratio > 0:
-                percent = f"{100 * ratio:.0f} %" if ratio >= 0.005 else "less than 1 %"
-                text = f"{percent} of its weight-gradient time is skipped"
-            elif stage_id not in freezable:
-                text = "nothing can be frozen, its backward is no shorter when frozen"
-            elif self.max_freeze_ratio == 0:
-                text = "nothing is frozen, max_freeze_ratio is 0"
-            elif stage_id not in self.critical_stages:
-                text = "nothing is frozen, it is off the critical path"
-            else:
-                text = "nothing is frozen, the planned makespan is reached without it"
-            lines.append(f"stage {stage_id}: {text}")
-        return lines
-
     def grid(self) -> str:
         """Ratios as a text table, a row a stage and a column a micro-batch; "-" where nothing can be frozen."""
         freezable = {(i.stage_id, i.micro_batch_id) for i in self.ratios}

@@ -161,16 +161,6 @@ def test_verdict(plan: Plan, verdict: str) -> None:
     assert plan.verdict == verdict
 
 
-def test_explain_says_what_and_why() -> None:
-    assert PLAN.explain() == [
-        "stage 0: nothing is frozen, it is off the critical path",
-        "stage 1: 62 % of its weight-gradient time is skipped",
-        "stage 2: nothing can be frozen, its backward is no shorter when frozen",
-    ]
-    assert replace(PLAN, critical_stages=(0, 1)).explain()[0].endswith("the planned makespan is reached without it")
-    assert replace(PLAN, max_freeze_ratio=0.0).explain()[0].endswith("nothing is frozen, max_freeze_ratio is 0")
-
-
 def test_grid() -> None:
     assert PLAN.grid().splitlines() == [
         "stage  mb 0  mb 1  mean",
