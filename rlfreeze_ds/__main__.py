@@ -48,6 +48,19 @@ def _parser() -> argparse.ArgumentParser:
         help="share of the least makespan to give up for less freezing (default: %(default)s)",
     )  # fmt: skip
     plan.add_argument(
+        "--target-speedup", type=float, metavar="X", help="least freezing for a batch X times as fast, in place of --time-slack"
+    )
+    plan.add_argument(
+        "--objective", choices=("makespan", "progress"), default="makespan",
+        help="makespan: shortest batch, then least freezing (default); progress: most expected loss decrease per second",
+    )  # fmt: skip
+    plan.add_argument(
+        "--noise-scale", type=float, metavar="B",
+        help="gradient noise scale in micro-batches, of every stage (default: unknown, so the worst case)",
+    )  # fmt: skip
+    plan.add_argument("--frontier", action="store_true", help="freeze ratio against makespan, from nothing to the shortest batch")
+    plan.add_argument("--frontier-picture", metavar="PATH", help="draw that: .png, .svg or .pdf")
+    plan.add_argument(
         "--solver", choices=("auto", "highs", "cbc"), default="auto", help="auto: HiGHS, then CBC (default)"
     )
     plan.add_argument("--time-limit-s", type=float, default=10.0, metavar="SECONDS", help="default: %(default)s")
@@ -61,16 +74,28 @@ def _parser() -> argparse.ArgumentParser:
 def _run_plan(arguments: argparse.Namespace) -> int:
     from rlfreeze_ds.planning.dag import PipelineDag
     from rlfreeze_ds.planning.explain import explain
+    from rlfreeze_ds.planning.frontier import frontier
+    from rlfreeze_ds.planning.picture import save_picture
     from rlfreeze_ds.planning.profile import read_profile
+    from rlfreeze_ds.planning.progress import equal_stages
     from rlfreeze_ds.planning.solver import Limits, solve
 
-    limits = Limits(max_freeze_ratio=arguments.max_freeze_ratio, time_slack=arguments.time_slack)
+    limits = Limits(arguments.max_freeze_ratio, arguments.time_slack, target_speedup=arguments.target_speedup)
     schedule, costs = read_profile(arguments.profile)
     dag = PipelineDag(schedule)
-    plan = solve(dag, costs, limits, solver=arguments.solver, time_limit_s=arguments.time_limit_s)
+    progress = equal_stages(schedule.num_stages, schedule.num_micro_batches, arguments.noise_scale)
+    how = {"progress": progress, "solver": arguments.solver, "time_limit_s": arguments.time_limit_s}
+    plan = solve(dag, costs, limits, objective=arguments.objective, **how)
     lines = [_text(plan), "", _planned_batch(arguments, dag, costs, plan), "", *explain(dag, costs, plan)]
+    document = plan.to_json()
+    if arguments.frontier or arguments.frontier_picture is not None:
+        found = frontier(dag, costs, limits, **how)
+        document["frontier"] = found.to_json()
+        lines += ["", "the least freezing for each makespan", found.table()]
+        if arguments.frontier_picture is not None:
+            save_picture(arguments.frontier_picture, found.draw)
     if arguments.json is not None:
-        plan.save(arguments.json)
+        write_text(arguments.json, json.dumps(document, indent=2, allow_nan=False) + "\n")
     print("\n".join(lines))
     return 0
 
@@ -103,6 +128,8 @@ def _text(plan: Plan) -> str:
             f"mean_freeze_ratio      {plan.mean_freeze_ratio:.4f}",
             f"stage_freeze_ratio     {stages}",
             f"bubble_ratio           {plan.bubble_ratio:.4f}  (unfrozen {plan.unfrozen_bubble_ratio:.4f})",
+            f"expected_kept_progress {plan.expected_kept_progress:.4f}",
+            f"expected_loss_per_second_gain  {plan.expected_loss_per_second_gain:.4f}",
             f"solver                 {plan.solver}",
             "",
             plan.grid(),

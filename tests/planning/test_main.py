@@ -169,3 +169,35 @@ def test_a_picture_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
     assert "must be one of .png, .svg, .pdf" in refused(plan("--gantt", tmp_path / "plan.jpg"))
     assert "cannot write" in refused(plan("--trace", tmp_path / "absent" / "trace.json"))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("noise_scale", "gain", "mean"), [(14, 1.19, 0.37), (3, 1.31, 0.49), (None, 1.125, 0.28)])
+def test_the_most_loss_per_second_on_the_published_profile(tmp_path: Path, noise_scale, gain: float, mean: float) -> None:
+    known = [] if noise_scale is None else ["--noise-scale", noise_scale]
+    result = plan("--objective", "progress", *known, "--max-freeze-ratio", 0.8, "--json", tmp_path / "plan.json")
+    assert result.returncode == 0, result.stderr
+    data = json.loads((tmp_path / "plan.json").read_text())
+    assert data["expected_loss_per_second_gain"] >= gain and data["mean_freeze_ratio"] == pytest.approx(mean, abs=0.02)
+    assert 0.5 < data["expected_kept_progress"] < 1 and data["objective"] == "progress"
+    assert f"{data['expected_loss_per_second_gain']:.2f}x the loss per second" in result.stdout
+
+
+def test_frontier_and_target(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    result = plan("--frontier", "--target-speedup", 1.2, "--json", out)
+    assert result.returncode == 0, result.stderr
+    data = json.loads(out.read_text())
+    assert data["unfrozen_makespan_s"] / data["planned_makespan_s"] == pytest.approx(1.2, abs=1e-4)
+    points = data["frontier"]["points"]
+    assert points[0]["mean_freeze_ratio"] == 0 and points[-1]["planned_makespan_s"] == pytest.approx(0.483, abs=1e-3)
+    assert "knee" in result.stdout
+    python("from rlfreeze_ds.planning.plan import Plan; import sys; Plan.load(sys.argv[1])", out).check_returncode()
+    assert "target_speedup = 3: at most 1.398 can be reached here" in refused(plan("--target-speedup", 3))
+    assert "noise_scale = -1.0: must be a number >= 0" in refused(plan("--objective", "progress", "--noise-scale", -1))
+
+
+def test_the_frontier_can_be_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    result = plan("--frontier-picture", tmp_path / "frontier.png")
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")
