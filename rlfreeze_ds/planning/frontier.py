@@ -84,7 +84,7 @@ class Frontier:
             height = plan.mean_freeze_ratio if name == "knee" else plan.expected_loss_per_second_gain
             ax.annotate(name, (plan.planned_makespan_s, height), xytext=(4, 8), textcoords="offset points")
         ax.set_xlabel("batch (s)")
-        ax.set_ylim(bottom=0)
+        ax.set_ylim(0, 1.15 * max(gains))
         ax.grid(alpha=0.3)
         ax.legend()
 
