@@ -1,4 +1,4 @@
-"""The order in which each rank runs its instructions: built, read from DeepSpeed, or given."""
+"""The order in which each rank runs its instructions: what makes one valid, and the one that DeepSpeed will run."""
 
 from __future__ import annotations
 
@@ -136,41 +136,6 @@ def _find_kind_problem(kinds: dict[tuple[int, int], set[str]]) -> Problem | None
     return None
 
 
-def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
-    """1F1B with one stage a rank, in the order of ``deepspeed.runtime.pipe.schedule.TrainSchedule``.
-
-    Raises:
-        ScheduleError: a count below 1.
-    """
-    _check_counts(num_stages, num_micro_batches)
-    ranks = []
-    for stage_id in range(num_stages):
-        num_warmup = min(num_stages - stage_id, num_micro_batches)
-        order = [Instruction(stage_id, m, "F") for m in range(num_warmup)]
-        for micro_batch_id in range(num_micro_batches):
-            order.append(Instruction(stage_id, micro_batch_id, "B"))
-            if micro_batch_id + num_warmup < num_micro_batches:
-                order.append(Instruction(stage_id, micro_batch_id + num_warmup, "F"))
-        ranks.append(tuple(order))
-    return Schedule(tuple(ranks))
-
-
-def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
-    """GPipe (Huang et al., 2019) with one stage a rank: every forward, then every backward from the last to the first.
-
-    Raises:
-        ScheduleError: a count below 1.
-    """
-    _check_counts(num_stages, num_micro_batches)
-    return Schedule(
-        tuple(
-            tuple(Instruction(stage_id, m, "F") for m in range(num_micro_batches))
-            + tuple(Instruction(stage_id, m, "B") for m in reversed(range(num_micro_batches)))
-            for stage_id in range(num_stages)
-        )
-    )
-
-
 def from_pipe_schedules(pipe_schedules: Sequence[Iterable[Iterable[Any]]]) -> Schedule:
     """The order that DeepSpeed will really run, one stage a rank.
 
@@ -206,10 +171,3 @@ def _kind_of(command: Any) -> str | None:
     if any(name.endswith("ForwardPass") for name in names):
         return "F"
     return "B" if any(name.endswith("BackwardPass") for name in names) else None
-
-
-def _check_counts(num_stages: int, num_micro_batches: int) -> None:
-    if num_stages < 1 or num_micro_batches < 1:
-        raise ScheduleError(
-            f"a pipeline of {num_stages} stages and {num_micro_batches} micro-batches: both must be at least 1."
-        )
