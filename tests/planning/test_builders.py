@@ -1,6 +1,7 @@
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -8,7 +9,9 @@ from rlfreeze_ds.errors import ScheduleError
 from rlfreeze_ds.planning.builders import gpipe, interleaved_1f1b, one_f_one_b, zb_h1, zbv
 from rlfreeze_ds.planning.dag import PipelineDag, Timeline
 from rlfreeze_ds.planning.schedule import Schedule, from_pipe_schedules
+from rlfreeze_ds.planning.schedule_csv import read_schedule_csv
 
+GOLDENS = Path(__file__).parents[1] / "assets" / "schedules"
 SIZES = [(p, m) for p in range(1, 6) for m in range(1, 13)] + [(8, 16)]
 INTERLEAVED_SIZES = [(p, m, v) for p, m in SIZES for v in (2, 3) if m % max(1, m // p) == 0]
 
@@ -60,6 +63,20 @@ def test_one_f_one_b_is_deepspeeds_order() -> None:
 
 def test_gpipe_is_all_forwards_then_backwards_in_reverse() -> None:
     assert text(gpipe(2, 2)) == ["0F0 0F1 0B1 0B0", "1F0 1F1 1B1 1B0"]
+
+
+@pytest.mark.parametrize(
+    ("golden", "build"),
+    [
+        ("interleaved_1f1b_p4_m8_v2.csv", partial(interleaved_1f1b, 4, 8, 2)),
+        ("interleaved_1f1b_p2_m6_v3.csv", partial(interleaved_1f1b, 2, 6, 3)),
+        ("zb_h1_p4_m8.csv", partial(zb_h1, 4, 8)),
+        ("zbv_p4_m8.csv", partial(zbv, 4, 8)),
+        ("zbv_p3_m2.csv", partial(zbv, 3, 2)),
+    ],
+)
+def test_golden(golden: str, build: Callable[[], Schedule]) -> None:
+    assert text(build()) == text(read_schedule_csv(GOLDENS / golden))
 
 
 def test_interleaved_is_torchs_order(torch_schedule) -> None:
