@@ -27,9 +27,9 @@ FULL_SIZES = ((4, 8), (8, 32), (16, 128))
 
 def measure(num_stages: int, num_micro_batches: int, full: bool | None) -> dict[str, Any]:
     """One plan, in this process."""
+    from rlfreeze_ds.planning.builders import one_f_one_b
     from rlfreeze_ds.planning.cost_model import Costs, Duration
     from rlfreeze_ds.planning.dag import PipelineDag
-    from rlfreeze_ds.planning.schedule import one_f_one_b
     from rlfreeze_ds.planning.solver import Limits, available_solvers, solve
 
     available_solvers()  # its imports

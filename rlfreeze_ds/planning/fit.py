@@ -43,8 +43,8 @@ def fit_stage(
     """Robust least squares; None without a finite sample of both kinds.
 
     Args:
-        sizes: per unit, its share of the stage's elements. A unit's seconds are expected to be near its share of the whole, and the
-            nearer, the less the masks that ran tell it apart from the others (ridge regression).
+        sizes: per unit, its share of the stage's elements. A unit's seconds are expected to be near its share of the whole,
+            and the nearer, the less the masks that ran tell it apart from the others (ridge regression).
     """
     forwards = [value for value in forward_s if np.isfinite(value) and value >= 0]
     samples = [sample for sample in backward if np.isfinite(sample[1]) and np.isfinite(sample[2]) and sample[2] >= 0]

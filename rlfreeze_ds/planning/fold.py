@@ -27,7 +27,7 @@ Weights = tuple[tuple[int, float], ...]
 """Knots with their shares in a value on the line between them."""
 
 # Every micro-batch this near to an end of the batch is a knot, and then ever wider gaps, each so many times the last.
-NEAR_END = 4
+NEAR_END = 8
 GROWTH = 1.5
 
 

@@ -11,7 +11,7 @@ from rlfreeze_ds.errors import ScheduleError
 KINDS = ("F", "B", "I", "W")
 """torch.distributed.pipelining's letters: forward, full backward, backward for the input, backward for the weights."""
 
-_TEXT = re.compile(r"([0-9]+)([FBIW])([0-9]+)")
+_TEXT = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 
 
 @dataclass(frozen=True, order=True)

@@ -1,4 +1,4 @@
-"""The order in which each rank runs its instructions: built, read from DeepSpeed, or given."""
+"""The order in which each rank runs its instructions: what makes one valid, and the one that DeepSpeed will run."""
 
 from __future__ import annotations
 
@@ -136,67 +136,48 @@ def _find_kind_problem(kinds: dict[tuple[int, int], set[str]]) -> Problem | None
     return None
 
 
-def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
-    """1F1B with one stage a rank, in the order of ``deepspeed.runtime.pipe.schedule.TrainSchedule``.
-
-    Raises:
-        ScheduleError: a count below 1.
-    """
-    _check_counts(num_stages, num_micro_batches)
-    ranks = []
-    for stage_id in range(num_stages):
-        num_warmup = min(num_stages - stage_id, num_micro_batches)
-        order = [Instruction(stage_id, m, "F") for m in range(num_warmup)]
-        for micro_batch_id in range(num_micro_batches):
-            order.append(Instruction(stage_id, micro_batch_id, "B"))
-            if micro_batch_id + num_warmup < num_micro_batches:
-                order.append(Instruction(stage_id, micro_batch_id + num_warmup, "F"))
-        ranks.append(tuple(order))
-    return Schedule(tuple(ranks))
-
-
-def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
-    """GPipe (Huang et al., 2019) with one stage a rank: every forward, then every backward from the last to the first.
-
-    Raises:
-        ScheduleError: a count below 1.
-    """
-    _check_counts(num_stages, num_micro_batches)
-    return Schedule(
-        tuple(
-            tuple(Instruction(stage_id, m, "F") for m in range(num_micro_batches))
-            + tuple(Instruction(stage_id, m, "B") for m in reversed(range(num_micro_batches)))
-            for stage_id in range(num_stages)
-        )
-    )
-
-
 def from_pipe_schedules(pipe_schedules: Sequence[Iterable[Iterable[Any]]]) -> Schedule:
-    """The order that DeepSpeed will really run, one stage a rank.
+    """The order that DeepSpeed will really run.
+
+    ``TrainSchedule`` has one stage a rank. The commands of ``DualPipeVSchedule`` (from DeepSpeed 0.19 on) carry a
+    ``phase``, and a rank has two stages, laid out as a V: rank r runs stage r in phase 0 and stage 2 * num_ranks - 1 - r
+    in phase 1. A forward and a backward that DualPipeV pairs for their communication are two commands, one after the
+    other, and its backwards are whole (B).
 
     Args:
-        pipe_schedules: a ``deepspeed.runtime.pipe.schedule.PipeSchedule`` per stage, stage 0 first. A command counts as
+        pipe_schedules: a ``deepspeed.runtime.pipe.schedule.PipeSchedule`` per rank, rank 0 first. A command counts as
             a forward or backward when its class or a base class is named ``...ForwardPass`` or ``...BackwardPass``; the
             i-th of a stage is micro-batch i. Every other command is skipped.
 
     Raises:
-        ScheduleError: a stage runs no forward, or not as many backwards as forwards.
+        ScheduleError: a stage runs no forward, or not as many backwards as forwards; a phase is neither 0 nor 1.
     """
     ranks = []
-    for stage_id, pipe_schedule in enumerate(pipe_schedules):
+    for rank, pipe_schedule in enumerate(pipe_schedules):
+        stage_of_phase = {0: rank, 1: 2 * len(pipe_schedules) - 1 - rank}
         order: list[Instruction] = []
-        counts = {"F": 0, "B": 0}
+        counts: dict[int, dict[str, int]] = {rank: {"F": 0, "B": 0}}
         for commands in pipe_schedule:
             for command in commands:
                 kind = _kind_of(command)
-                if kind is not None:
-                    order.append(Instruction(stage_id, counts[kind], kind))
-                    counts[kind] += 1
-        if counts["F"] == 0 or counts["F"] != counts["B"]:
-            raise ScheduleError(
-                f"the pipe schedule of stage {stage_id} runs {counts['F']} forwards and {counts['B']} backwards: "
-                "a training schedule runs as many of each, at least 1; pass one training PipeSchedule per stage."
-            )
+                if kind is None:
+                    continue
+                phase = getattr(command, "phase", 0)
+                if phase not in stage_of_phase:
+                    raise ScheduleError(
+                        f"the pipe schedule of rank {rank} has {command!r}: its phase must be 0 or 1, the two stages of "
+                        "a rank under DualPipeV; pass DeepSpeed's TrainSchedule or DualPipeVSchedule."
+                    )
+                stage_counts = counts.setdefault(stage_of_phase[phase], {"F": 0, "B": 0})
+                order.append(Instruction(stage_of_phase[phase], stage_counts[kind], kind))
+                stage_counts[kind] += 1
+        for stage_id, stage_counts in counts.items():
+            if stage_counts["F"] == 0 or stage_counts["F"] != stage_counts["B"]:
+                raise ScheduleError(
+                    f"the pipe schedule of rank {rank}: stage {stage_id} runs {stage_counts['F']} forwards and "
+                    f"{stage_counts['B']} backwards; a training schedule runs as many of each, at least 1. "
+                    "Pass one training PipeSchedule per rank."
+                )
         ranks.append(tuple(order))
     return Schedule(tuple(ranks))
 
@@ -206,10 +187,3 @@ def _kind_of(command: Any) -> str | None:
     if any(name.endswith("ForwardPass") for name in names):
         return "F"
     return "B" if any(name.endswith("BackwardPass") for name in names) else None
-
-
-def _check_counts(num_stages: int, num_micro_batches: int) -> None:
-    if num_stages < 1 or num_micro_batches < 1:
-        raise ScheduleError(
-            f"a pipeline of {num_stages} stages and {num_micro_batches} micro-batches: both must be at least 1."
-        )

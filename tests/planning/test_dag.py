@@ -1,9 +1,10 @@
 import pytest
 
 from rlfreeze_ds.errors import ScheduleError
+from rlfreeze_ds.planning.builders import gpipe, one_f_one_b
 from rlfreeze_ds.planning.dag import PipelineDag
 from rlfreeze_ds.planning.instruction import Instruction
-from rlfreeze_ds.planning.schedule import Schedule, gpipe, one_f_one_b
+from rlfreeze_ds.planning.schedule import Schedule
 
 
 def schedule(*ranks: str) -> Schedule:

@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 
 from rlfreeze_ds.errors import ProfileError, RLFreezeError
+from rlfreeze_ds.planning.builders import gpipe, one_f_one_b
 from rlfreeze_ds.planning.cost_model import Costs, Duration
 from rlfreeze_ds.planning.dag import PipelineDag
 from rlfreeze_ds.planning.explain import explain
 from rlfreeze_ds.planning.instruction import Instruction
 from rlfreeze_ds.planning.plan import Plan, mean_ratios
-from rlfreeze_ds.planning.schedule import Schedule, gpipe, one_f_one_b
+from rlfreeze_ds.planning.schedule import Schedule
 from rlfreeze_ds.planning.solver import Limits, solve
 
 

@@ -4,11 +4,12 @@ import random
 
 import pytest
 
+from rlfreeze_ds.planning.builders import gpipe, interleaved_1f1b, one_f_one_b, zb_h1, zbv
 from rlfreeze_ds.planning.cost_model import Costs, Duration
 from rlfreeze_ds.planning.dag import PipelineDag
 from rlfreeze_ds.planning.fold import Fold, spaced
 from rlfreeze_ds.planning.progress import equal_stages
-from rlfreeze_ds.planning.schedule import gpipe, one_f_one_b
+from rlfreeze_ds.planning.schedule import Schedule
 from rlfreeze_ds.planning.solver import Limits, solve
 
 
@@ -22,13 +23,24 @@ def stage_costs(dag: PipelineDag, seed: int | None) -> Costs:
     durations = {}
     for i in dag.schedule.instructions:
         forward, input_gradient, weight_gradient = rows[i.stage_id]
-        durations[i] = Duration(forward, forward) if i.is_forward else Duration(input_gradient + weight_gradient, input_gradient)
+        durations[i] = {
+            "F": Duration(forward, forward),
+            "B": Duration(input_gradient + weight_gradient, input_gradient),
+            "I": Duration(input_gradient, input_gradient),
+            "W": Duration(weight_gradient, 0.0),
+        }[i.kind]
     return Costs(durations, transfer_s=0.0 if seed is None else 0.05)
+
+
+def in_two_chunks(num_ranks: int, num_micro_batches: int) -> Schedule:
+    return interleaved_1f1b(num_ranks, num_micro_batches, 2)
 
 
 CASES = [
     (one_f_one_b, 4, 32, None), (one_f_one_b, 4, 32, 1), (one_f_one_b, 8, 64, None), (one_f_one_b, 8, 64, 2),
     (one_f_one_b, 8, 24, 3), (one_f_one_b, 3, 100, 4), (one_f_one_b, 12, 48, 5), (gpipe, 4, 48, 6), (one_f_one_b, 6, 6, 7),
+    (in_two_chunks, 4, 32, None), (in_two_chunks, 4, 32, 8),
+    (zb_h1, 4, 32, None), (zb_h1, 4, 32, 9), (zbv, 4, 32, None), (zbv, 4, 32, 10),
 ]  # fmt: skip
 
 
@@ -107,7 +119,7 @@ def _earliest(fold: Fold, ratios):
 def test_knots_are_dense_at_the_ends_and_few_in_the_middle() -> None:
     assert spaced(1) == [0] and spaced(5) == [0, 1, 2, 3, 4]
     knots = spaced(512)
-    assert knots[:4] == [0, 1, 2, 3] and knots[-4:] == [508, 509, 510, 511] and len(knots) < 40
+    assert knots[:8] == list(range(8)) and knots[-8:] == list(range(504, 512)) and len(knots) < 40
     assert [511 - knot for knot in reversed(knots)] == knots
 
 

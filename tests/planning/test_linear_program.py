@@ -9,10 +9,11 @@ import pytest
 
 from rlfreeze_ds.errors import SolverError
 from rlfreeze_ds.planning import linear_program
+from rlfreeze_ds.planning.builders import one_f_one_b
 from rlfreeze_ds.planning.cost_model import Costs, Duration
 from rlfreeze_ds.planning.dag import PipelineDag
 from rlfreeze_ds.planning.instruction import Instruction
-from rlfreeze_ds.planning.schedule import Schedule, one_f_one_b
+from rlfreeze_ds.planning.schedule import Schedule
 from rlfreeze_ds.planning.solver import Limits, available_solvers, solve
 
 

@@ -3,10 +3,11 @@ from pathlib import Path
 import pytest
 
 from rlfreeze_ds.errors import ProfileError, RLFreezeError
+from rlfreeze_ds.planning.builders import one_f_one_b
 from rlfreeze_ds.planning.cost_model import Costs, Duration
 from rlfreeze_ds.planning.instruction import Instruction
 from rlfreeze_ds.planning.profile import read_profile, write_profile
-from rlfreeze_ds.planning.schedule import Schedule, one_f_one_b
+from rlfreeze_ds.planning.schedule import Schedule
 
 PUBLISHED = Path(__file__).parents[2] / "benchmarks" / "profiles" / "llama8b_h200_pp4_1f1b.csv"
 HEADER = "rank,stage_id,micro_batch_id,kind,unfrozen_s,frozen_s"

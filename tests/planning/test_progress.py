@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from rlfreeze_ds.errors import ConfigError
+from rlfreeze_ds.planning.builders import one_f_one_b
 from rlfreeze_ds.planning.cost_model import Costs, Duration
 from rlfreeze_ds.planning.dag import PipelineDag
 from rlfreeze_ds.planning.progress import StageProgress, equal_stages, kept_by, kept_progress
-from rlfreeze_ds.planning.schedule import one_f_one_b
 from rlfreeze_ds.planning.solver import Limits, available_solvers, solve
 
 

@@ -1,8 +1,11 @@
 import pytest
 
 from rlfreeze_ds.errors import ScheduleError
+from rlfreeze_ds.planning.dag import PipelineDag
 from rlfreeze_ds.planning.instruction import Instruction
-from rlfreeze_ds.planning.schedule import Schedule, from_pipe_schedules, gpipe, one_f_one_b
+from rlfreeze_ds.planning.schedule import Schedule, from_pipe_schedules
+
+DUALPIPEV_SIZES = [(p, m) for p in range(1, 6) for m in range(2 * p, 2 * p + 5)] + [(8, 16), (8, 33)]
 
 
 def schedule(*ranks: str) -> Schedule:
@@ -11,25 +14,6 @@ def schedule(*ranks: str) -> Schedule:
 
 def text(built: Schedule) -> list[str]:
     return [" ".join(map(str, rank)) for rank in built.ranks]
-
-
-def test_one_f_one_b_is_the_known_order() -> None:
-    assert text(one_f_one_b(2, 3)) == ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]
-
-
-def test_one_f_one_b_is_deepspeeds_order() -> None:
-    deepspeed_schedule = pytest.importorskip("deepspeed.runtime.pipe.schedule")
-    for num_stages in range(1, 7):
-        for num_micro_batches in range(1, 10):
-            real = [
-                deepspeed_schedule.TrainSchedule(num_micro_batches, num_stages, stage_id)
-                for stage_id in range(num_stages)
-            ]
-            assert from_pipe_schedules(real) == one_f_one_b(num_stages, num_micro_batches)
-
-
-def test_gpipe_is_all_forwards_then_backwards_in_reverse() -> None:
-    assert text(gpipe(2, 2)) == ["0F0 0F1 0B1 0B0", "1F0 1F1 1B1 1B0"]
 
 
 def test_properties() -> None:
@@ -65,26 +49,27 @@ def test_a_broken_schedule_is_refused(ranks: tuple[str, ...], message: str) -> N
         schedule(*ranks)
 
 
-def test_builders_refuse_no_stages() -> None:
-    with pytest.raises(ScheduleError, match="both must be at least 1"):
-        one_f_one_b(0, 4)
-    with pytest.raises(ScheduleError, match="both must be at least 1"):
-        gpipe(4, 0)
+class Command:
+    def __init__(self, **kwargs: object) -> None:
+        vars(self).update(kwargs)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{key}={value}' for key, value in vars(self).items())})"
 
 
-class ForwardPass: ...
+class ForwardPass(Command): ...
 
 
-class BackwardPass: ...
+class BackwardPass(Command): ...
 
 
-class MaskedForwardPass: ...
+class MaskedForwardPass(Command): ...
 
 
 class Renamed(BackwardPass): ...
 
 
-class SendGrad: ...
+class SendGrad(Command): ...
 
 
 def test_commands_count_by_class_name_and_base_class_name() -> None:
@@ -92,6 +77,71 @@ def test_commands_count_by_class_name_and_base_class_name() -> None:
     assert text(from_pipe_schedules([steps])) == ["0F0 0F1 0B0 0B1"]
 
 
-def test_an_inference_schedule_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="stage 0 runs 1 forwards and 0 backwards"):
-        from_pipe_schedules([[[ForwardPass()]]])
+def test_a_phase_is_a_stage_of_the_v() -> None:
+    out, back = {"phase": 0}, {"phase": 1}
+    first = [[ForwardPass(**out)], [ForwardPass(**back), SendGrad(**back), BackwardPass(**back)], [Renamed(**out)]]
+    last = [[ForwardPass(**out), ForwardPass(**back)], [BackwardPass(**back), BackwardPass(**out)]]
+    assert text(from_pipe_schedules([first, last])) == ["0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"]
+
+
+@pytest.mark.parametrize("phase", [2, -1, None])
+def test_another_phase_is_refused(phase: int | None) -> None:
+    with pytest.raises(ScheduleError, match=rf"rank 0 has ForwardPass\(phase={phase}\): its phase must be 0 or 1"):
+        from_pipe_schedules([[[ForwardPass(phase=phase), BackwardPass(phase=phase)]]])
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ([[ForwardPass()]], "rank 0: stage 0 runs 1 forwards and 0 backwards"),
+        ([], "rank 0: stage 0 runs 0 forwards and 0 backwards"),
+        ([[ForwardPass(phase=0), BackwardPass(phase=0), BackwardPass(phase=1)]], "stage 1 runs 0 forwards and 1 backwards"),
+    ],
+)
+def test_what_does_not_train_is_refused(steps: list[list[Command]], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        from_pipe_schedules([steps])
+
+
+@pytest.fixture
+def dualpipev():
+    """DeepSpeed's own class; ``dualpipev(num_micro_batches, num_ranks, rank)``."""
+    deepspeed_schedule = pytest.importorskip("deepspeed.runtime.pipe.schedule")
+    if not hasattr(deepspeed_schedule, "DualPipeVSchedule"):
+        pytest.skip("this DeepSpeed has no DualPipeV")
+    return deepspeed_schedule.DualPipeVSchedule
+
+
+def test_dualpipev_on_one_rank_by_hand(dualpipev) -> None:
+    built = from_pipe_schedules([dualpipev(2, 1, 0)])
+    assert text(built) == ["0F0 1F0 0F1 1B0 1F1 0B0 1B1 0B1"]
+
+
+def test_dualpipev_has_the_micro_batches_of_deepspeeds_buffers(dualpipev) -> None:
+    """A buffer is phase * micro_batches + micro_batch; we count instead, which also works for cyclic buffers."""
+    for p, m in DUALPIPEV_SIZES:
+        expected = []
+        for rank in range(p):
+            commands = [command for commands in dualpipev(m, p, rank) for command in commands]
+            passes = [command for command in commands if command.name in ("ForwardPass", "BackwardPass")]
+            stages = (rank, 2 * p - 1 - rank)
+            expected.append(" ".join(f"{stages[c.phase]}{c.name[0]}{c.buffer_id - c.phase * m}" for c in passes))
+        assert text(from_pipe_schedules([dualpipev(m, p, rank) for rank in range(p)])) == expected, (p, m)
+
+
+def test_dualpipev_is_torchs_with_whole_backwards(dualpipev, torch_schedule) -> None:
+    """torch pairs F with B in one action and defers some W's; without W and with I as B, the order is the same."""
+    for p, m in DUALPIPEV_SIZES:
+        order = torch_schedule("ScheduleDualPipeV", p, m, 2).pipeline_order
+        expected = []
+        for rank in range(p):
+            actions = [part for action in order[rank] for part in (action.sub_actions or (action,))]
+            expected.append(" ".join(str(action).replace("I", "B") for action in actions if "W" not in str(action)))
+        built = from_pipe_schedules([dualpipev(m, p, rank) for rank in range(p)])
+        assert text(built) == expected, (p, m)
+        PipelineDag(built)  # no rank waits for ever
+
+
+def test_a_dualpipev_that_only_evaluates_is_refused(dualpipev) -> None:
+    with pytest.raises(ScheduleError, match="rank 0: stage 0 runs 4 forwards and 0 backwards"):
+        from_pipe_schedules([dualpipev(4, 2, rank, forward_only=True) for rank in range(2)])

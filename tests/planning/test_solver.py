@@ -7,10 +7,11 @@ import pytest
 
 from rlfreeze_ds.errors import ConfigError, ProfileError, SolverError
 from rlfreeze_ds.planning import linear_program
+from rlfreeze_ds.planning.builders import gpipe, one_f_one_b
 from rlfreeze_ds.planning.cost_model import Costs, Duration
 from rlfreeze_ds.planning.dag import PipelineDag
 from rlfreeze_ds.planning.instruction import Instruction
-from rlfreeze_ds.planning.schedule import Schedule, gpipe, one_f_one_b
+from rlfreeze_ds.planning.schedule import Schedule
 from rlfreeze_ds.planning.solver import Limits, available_solvers, solve
 
 

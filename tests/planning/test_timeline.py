@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from rlfreeze_ds.errors import ScheduleError
+from rlfreeze_ds.planning.builders import gpipe, one_f_one_b
 from rlfreeze_ds.planning.cost_model import Costs
 from rlfreeze_ds.planning.dag import PipelineDag, Timeline
 from rlfreeze_ds.planning.instruction import Instruction
-from rlfreeze_ds.planning.schedule import Schedule, gpipe, one_f_one_b
+from rlfreeze_ds.planning.schedule import Schedule
 from rlfreeze_ds.planning.timeline import (
     CRITICAL,
     KINDS,
