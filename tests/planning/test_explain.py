@@ -35,7 +35,7 @@ def plan_of(dag: PipelineDag, costs: Costs, ratios: Mapping[str, float], max_fre
     unfrozen, planned = (dag.simulate(costs.seconds(r), costs.transfer_s) for r in ({}, every))
     return Plan(
         every, dag.schedule.num_stages, dag.schedule.num_micro_batches, unfrozen.makespan, planned.makespan, 0.0,
-        mean, stages, planned.bubble_ratio, unfrozen.bubble_ratio, "none", max_freeze_ratio, 0.0,
+        mean, stages, planned.bubble_ratio, unfrozen.bubble_ratio, "none", "makespan", max_freeze_ratio, 0.0, 1.0, 1.0,
     )  # fmt: skip
 
 
