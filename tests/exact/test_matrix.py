@@ -13,7 +13,7 @@ from tests.exact.cells import Cell, all_cells, masks_of, quick_cells, user_froze
 from tests.exact.job import run_cells
 from tests.harness import run_ranks
 
-BATCH = 40  # cells that share a start of their processes
+BATCH = 20  # cells that share a start of their processes, and its time limit
 # Native kernels fuse multiply and add where torch rounds twice.
 NATIVE = ("fused adamw", "cpu adam")
 _records: dict[Cell, list[dict[str, Any]]] = {}
