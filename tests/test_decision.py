@@ -9,7 +9,7 @@ import pytest
 
 from rlfreeze_ds.config import FreezeConfig
 from rlfreeze_ds.decision import Decision, decide
-from rlfreeze_ds.freezing.units import StageShape
+from rlfreeze_ds.freezing.shape import StageShape
 from rlfreeze_ds.planning.dag import PipelineDag
 from rlfreeze_ds.planning.fit import StageFit
 from rlfreeze_ds.planning.schedule import one_f_one_b

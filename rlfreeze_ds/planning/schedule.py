@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -182,22 +183,33 @@ def from_pipe_schedules(pipe_schedules: Sequence[Iterable[Iterable[Any]]]) -> Sc
     Raises:
         ScheduleError: a stage runs no forward, or not as many backwards as forwards.
     """
-    ranks = []
+    orders = []
     for stage_id, pipe_schedule in enumerate(pipe_schedules):
-        order: list[Instruction] = []
-        counts = {"F": 0, "B": 0}
-        for commands in pipe_schedule:
-            for command in commands:
-                kind = _kind_of(command)
-                if kind is not None:
-                    order.append(Instruction(stage_id, counts[kind], kind))
-                    counts[kind] += 1
-        if counts["F"] == 0 or counts["F"] != counts["B"]:
+        order = "".join(_kind_of(command) or "" for commands in pipe_schedule for command in commands)
+        forwards, backwards = order.count("F"), order.count("B")
+        if forwards == 0 or forwards != backwards:
             raise ScheduleError(
-                f"the pipe schedule of stage {stage_id} runs {counts['F']} forwards and {counts['B']} backwards: "
+                f"the pipe schedule of stage {stage_id} runs {forwards} forwards and {backwards} backwards: "
                 "a training schedule runs as many of each, at least 1; pass one training PipeSchedule per stage."
             )
-        ranks.append(tuple(order))
+        orders.append(order)
+    return from_kinds(orders)
+
+
+def from_kinds(orders: Sequence[str]) -> Schedule:
+    """One stage a rank, each stage's execution order spelt in kinds: in "FFBFBB" the i-th F and the i-th B are micro-batch i.
+
+    Raises:
+        ScheduleError: an unknown kind, or not the same micro-batches everywhere.
+    """
+    ranks = []
+    for stage_id, order in enumerate(orders):
+        counts: Counter[str] = Counter()
+        rank = []
+        for kind in order:
+            rank.append(Instruction(stage_id, counts[kind], kind))
+            counts[kind] += 1
+        ranks.append(tuple(rank))
     return Schedule(tuple(ranks))
 
 
