@@ -31,9 +31,11 @@ class StageFit:
 
 def fit_stage(forward_s: Sequence[float], backward: Sequence[BackwardSample], *, first_stage: bool) -> StageFit | None:
     """Robust least squares (Huber weights); None without a finite sample of both kinds."""
-    forwards = [value for value in forward_s if np.isfinite(value) and value >= 0]
-    rows = np.array([row for row in backward if np.all(np.isfinite(row)) and row[2] >= 0], dtype=float)
-    if not forwards or not len(rows):
+    forwards = np.array(forward_s, dtype=float)
+    forwards = forwards[np.isfinite(forwards) & (forwards >= 0)]
+    rows = np.array(backward, dtype=float).reshape(-1, 3)
+    rows = rows[np.isfinite(rows).all(axis=1) & (rows[:, 2] >= 0)]
+    if not len(forwards) or not len(rows):
         return None
     columns = [np.ones(len(rows)), -rows[:, 0]] + ([-rows[:, 1]] if first_stage else [])
     design, seconds = np.stack(columns, axis=1), rows[:, 2]
