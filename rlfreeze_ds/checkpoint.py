@@ -54,6 +54,7 @@ class _StageState(_Strict):
     phase_step: int
     step: int
     transfer_s: float
+    asked: tuple[int, int] | None
     decision: str | None
     config: dict[str, Any]
     criterion: _Criterion
@@ -80,7 +81,11 @@ class _Document(_Strict):
 
 
 def save_state(controller: FreezeController, folder: str) -> None:
-    """Collective. Write the state of all stages into ``folder``; a disk that refuses is a warning, never an error."""
+    """Collective. Write the state of all stages into ``folder``; a disk that refuses is a warning, never an error.
+
+    A plan that is being made is waited for, so that this run and a resumed one go on alike.
+    """
+    controller.settle()
     reports = controller.group.gather((controller.shape.stage_id, controller.state_dict()))
     if controller.group.rank != 0:
         return

@@ -49,6 +49,11 @@ class PlanningConfig(_Strict):
     )
     solver: Literal["auto", "highs", "cbc"] = Field("auto", description="auto: HiGHS where installed, else CBC")
     time_limit_s: float = Field(10.0, gt=0, le=600, description="seconds a solve may take before the last plan is kept")
+    background: bool = Field(
+        True,
+        description="solve beside training; false: wait for the answer in the step that asks, for runs that must be reproducible "
+        "to the bit",
+    )
 
 
 class GuardConfig(_Strict):

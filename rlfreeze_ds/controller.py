@@ -2,14 +2,14 @@
 
 Phases: warmup (nothing frozen) -> profile (frozen and unfrozen side by side) -> ramp (from zero to the plan) -> steady;
 the guard sends any of the last two to cooldown (nothing frozen) -> ramp. All ranks walk in step: transitions depend only on
-step counts, on the loss that every rank has, and on rank 0's broadcast decisions.
+step counts, on the loss that every rank has, and on rank 0's broadcast answers. Nothing waits for a plan: the last one holds
+meanwhile, and the ramp begins with the first.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -17,41 +17,19 @@ import torch
 
 from rlfreeze_ds.config import FreezeConfig
 from rlfreeze_ds.control_group import ControlGroup
-from rlfreeze_ds.decision import Decision, batch_seconds, decide
+from rlfreeze_ds.decision import Decision
 from rlfreeze_ds.errors import MaskMismatchError
-from rlfreeze_ds.freezing.criterion import MixedCriterion, eligible_units
+from rlfreeze_ds.freezing.criterion import MixedCriterion
 from rlfreeze_ds.freezing.masks import Mask, masks_checksum
-from rlfreeze_ds.freezing.units import FreezeUnit, StageShape
+from rlfreeze_ds.freezing.shape import StageShape
+from rlfreeze_ds.freezing.units import FreezeUnit
 from rlfreeze_ds.guard import LossGuard
-from rlfreeze_ds.log import log_rank0, logger
-from rlfreeze_ds.planning.dag import PipelineDag
-from rlfreeze_ds.planning.fit import StageFit, fit_stage, fit_transfer
-from rlfreeze_ds.planning.schedule import Schedule
+from rlfreeze_ds.history import StepHistory, StepMasks
+from rlfreeze_ds.log import log_rank0
+from rlfreeze_ds.planner import Planner, StageReport
 from rlfreeze_ds.telemetry.late_scalar import LateScalar
 from rlfreeze_ds.telemetry.profiler import StepTiming
 from rlfreeze_ds.telemetry.run_log import RunLog
-
-# Steps whose timings a fit looks at: enough for medians, few enough to follow a machine that changes.
-FIT_STEPS = 64
-
-
-@dataclass(frozen=True)
-class StepMasks:
-    """The masks of one step on one stage, one per micro-batch."""
-
-    step: int
-    phase: str
-    masks: tuple[Mask, ...]
-    mean_freeze_ratio: float | None = None
-    """Over all stages of the pipeline; None where nobody asked (only the run log of rank 0 does)."""
-
-    def live_counts(self, num_units: int) -> list[int]:
-        """Per unit, in how many micro-batches of the step it is live."""
-        counts = [len(self.masks)] * num_units
-        for mask in self.masks:
-            for unit in mask:
-                counts[unit] -= 1
-        return counts
 
 
 class FreezeController:
@@ -72,6 +50,7 @@ class FreezeController:
         self.run_log = run_log
         self.group = ControlGroup()
         self.shapes = self._shapes_of_all_stages()
+        self.planner = Planner(config, self.shapes, self.group, run_log)
         self.start_afresh(0)
 
     def start_afresh(self, step: int) -> None:
@@ -82,10 +61,10 @@ class FreezeController:
         self.phase_step = 0
         self.step = step
         self.decision: Decision | None = None
-        self.transfer_s = 0.0
-        # Warm-up and profiling stay: the steady phase never shows a stage unfrozen or frozen whole, and a fit needs both.
-        self._calibration: deque[tuple[StepTiming, StepMasks]] = deque(maxlen=FIT_STEPS)
-        self._recent: deque[tuple[StepTiming, StepMasks]] = deque(maxlen=FIT_STEPS)
+        self.asked: tuple[int, int] | None = None  # step and micro-batches of the last request
+        self.planner.cancel()
+        self.planner.transfer_s = 0.0
+        self.history = StepHistory(self.shape)
         self._in_flight: dict[int, StepMasks] = {}
         self._losses: dict[int, LateScalar] = {}
 
@@ -133,13 +112,14 @@ class FreezeController:
         step_masks: StepMasks,
         loss: torch.Tensor,
         timings: Sequence[StepTiming],
-        schedule: Schedule,
+        order: str,
         *,
         applied: bool = True,
     ) -> None:
         """Take what the step brought; re-plan and change phase where due. The guard looks at the loss of the step before:
         this one's may still be on its way from the device, and all ranks must look at the same.
 
+        ``order``: the step's forwards and backwards on this stage, as they ran: "FFBFBB".
         ``applied``: False where DeepSpeed skipped the update (overflow): such a step moves neither phase nor guard.
         """
         self._in_flight[step_masks.step] = step_masks
@@ -147,7 +127,7 @@ class FreezeController:
             self._losses[step_masks.step] = LateScalar(loss)
         for timing in timings:
             masks = self._in_flight.pop(timing.step)
-            (self._calibration if masks.phase in ("warmup", "profile") else self._recent).append((timing, masks))
+            self.history.add(timing, masks)
             self._log_step(timing, masks)
         self._losses.pop(self.step - 3, None)
         known = self._losses[self.step - 1].read() if self.step - 1 in self._losses else None
@@ -155,6 +135,8 @@ class FreezeController:
         self.phase_step += applied
         if self.config.planning.max_freeze_ratio == 0:
             return
+        if self.planner.pending:
+            self._take_answer()
         if known is not None and self.guard.observe(known) and self.phase in ("ramp", "steady"):
             log_rank0(
                 f"step {self.step}: the loss ({known:.4f}) left its trend ({self.guard.average:.4f}); nothing is frozen "
@@ -163,24 +145,33 @@ class FreezeController:
             self.run_log.write("guard", step=self.step, loss=known)
             self._enter("cooldown")
         elif applied:
-            self._advance(schedule)
+            self._advance(order)
 
-    def _advance(self, schedule: Schedule) -> None:
+    def _advance(self, order: str) -> None:
         config = self.config
         if self.phase == "warmup" and self.phase_step >= config.warmup_steps:
             self.criterion.set_reference()
             self._enter("profile")
         elif self.phase == "profile" and self.phase_step >= config.profile_steps:
-            self._replan(schedule)
             self._enter("ramp")
+            self._ask(order)
         elif self.phase == "cooldown" and self.phase_step >= config.guard.cooldown_steps:
             self._enter("ramp")
         elif self.phase in ("ramp", "steady"):
-            due = self.decision is None or self.step - self.decision.step >= config.replan_interval
-            if due or not self._usable(schedule.num_micro_batches):
-                self._replan(schedule)
-            if self.phase == "ramp" and self.phase_step >= config.ramp_steps:
+            if not self.planner.pending and self._due(order.count("F")):
+                self._ask(order)
+            if self.planner.pending and self.decision is None:
+                self.phase_step = 0  # nothing to ramp up to yet
+            elif self.phase == "ramp" and self.phase_step >= config.ramp_steps:
                 self._enter("steady")
+
+    def _due(self, num_micro_batches: int) -> bool:
+        """Also after a request that brought no plan it takes an interval, or another batch size, to ask again."""
+        return (
+            self.asked is None
+            or self.step - self.asked[0] >= self.config.replan_interval
+            or self.asked[1] != num_micro_batches
+        )
 
     def _enter(self, phase: str) -> None:
         self.phase, self.phase_step = phase, 0
@@ -213,83 +204,39 @@ class FreezeController:
         chosen = set(rng.permutation(num_micro_batches)[:count].tolist())
         return tuple(mask if m in chosen else () for m in range(num_micro_batches))
 
-    # -- decisions: rank 0 decides, everyone acts on the same bytes ---------------------------------------------------
+    # -- plans: rank 0's process solves beside training, everyone acts on the same bytes -------------------------------
 
-    def _replan(self, schedule: Schedule) -> None:
-        reports = self.group.gather((self.shape.stage_id, self._fit(), self.criterion.statistics()))
-        text = self._decide(schedule, reports) if self.group.rank == 0 else ""
-        text = self.group.broadcast(text)
-        if text:
-            self.decision = Decision.from_json(text)
-        elif self.decision is not None:
-            # A failed solve keeps the last plan, and asks again an interval later.
-            self.decision = replace(self.decision, step=self.step)
+    def _ask(self, order: str) -> None:
+        self.asked = (self.step, order.count("F"))
+        self.planner.ask(
+            self.step,
+            StageReport(
+                self.shape.stage_id,
+                order,
+                self.history.fit(),
+                self.criterion.statistics(),
+                self.history.unfrozen_makespan_s(order.count("F")),
+            ),
+        )
+        if not self.config.planning.background:
+            self.settle()
+
+    def settle(self) -> None:
+        """Collective. Wait for the answer to a pending request, and act on it."""
+        if self.planner.pending:
+            self._take_answer(wait=True)
+
+    def _take_answer(self, *, wait: bool = False) -> None:
+        """Act on the answer, if there is one, on all ranks in the same step."""
+        first = self.decision is None
+        decision = self.planner.answer(self.step, wait=wait, keeps=not first)
+        if self.planner.pending:
+            return
+        if decision is not None:
+            self.decision = decision
+            if first and self.phase in ("ramp", "steady"):
+                self._enter("ramp")
         self._check_replicas()
-
-    def _decide(self, schedule: Schedule, reports: Sequence[tuple[int, StageFit | None, Any]]) -> str:
-        """Rank 0: the new decision, or "" to keep the last. Nothing that goes wrong here may stop a job."""
-        try:
-            fits = [
-                self._slowest([fit for stage, fit, _ in reports if stage == shape.stage_id]) for shape in self.shapes
-            ]
-            if any(fit is None for fit in fits):
-                logger.warning(f"step {self.step}: no timings yet from some stage; the last plan stays")
-                return ""
-            criterion = self.config.criterion
-            all_statistics = [next(stats for stage, _, stats in reports if stage == shape.stage_id) for shape in self.shapes]
-            eligible = [
-                eligible_units(statistics, criterion.gradient_threshold, criterion.variation_threshold)
-                for statistics in all_statistics
-            ]
-            dag = PipelineDag(schedule)
-            self.transfer_s = self._fit_transfer(dag, fits)
-            decision = decide(self.step, self.config, dag, self.shapes, fits, eligible, self.transfer_s)
-        except Exception as error:  # a solver's or our own: a job that costs money a minute does not end for want of a plan
-            logger.debug("no new plan", exc_info=True)
-            logger.warning(f"step {self.step}: no new plan ({type(error).__name__}: {error}); the last one stays")
-            return ""
-        shares = [shape.share(u for u, ok in enumerate(row) if ok) for shape, row in zip(self.shapes, eligible, strict=True)]
-        logger.info(f"step {self.step}: plan {decision.verdict}; eligible share {min(shares):.2f} to {max(shares):.2f}")
-        self.run_log.write(
-            "plan",
-            **{**asdict(decision), "eligible": None},
-            eligible_share=shares,
-            statistics=[_quantiles(statistics) for statistics in all_statistics],
-            transfer_s=self.transfer_s,
-            fits=[asdict(fit) for fit in fits],
-        )
-        return decision.to_json()
-
-    def _fit(self) -> StageFit | None:
-        forward, backward = [], []
-        for timing, masks in [*self._calibration, *self._recent]:
-            for (kind, micro_batch_id), seconds in timing.seconds.items():
-                if kind == "F":
-                    forward.append(seconds)
-                else:
-                    mask = masks.masks[micro_batch_id]
-                    backward.append((self.shape.share(mask), self.shape.prefix_share(mask), seconds))
-        return fit_stage(forward, backward, first_stage=self.shape.stage_id == 0)
-
-    @staticmethod
-    def _slowest(fits: Sequence[StageFit | None]) -> StageFit | None:
-        """Of the data-parallel replicas of a stage the slowest: the others wait for it at the reduction."""
-        known = [fit for fit in fits if fit is not None]
-        return max(known, key=lambda fit: fit.forward_s + fit.backward_s) if known else None
-
-    def _fit_transfer(self, dag: PipelineDag, fits: Sequence[StageFit]) -> float:
-        """From the steps in which nothing was frozen on any stage."""
-        measured = [
-            timing.makespan_s
-            for timing, masks in [*self._calibration, *self._recent]
-            if masks.phase in ("warmup", "cooldown") and len(masks.masks) == dag.schedule.num_micro_batches
-        ]
-        if not measured:
-            return self.transfer_s
-        unmasked = [((),) * dag.schedule.num_micro_batches for _ in self.shapes]
-        return fit_transfer(
-            lambda transfer: batch_seconds(dag, self.shapes, fits, unmasked, transfer), float(np.median(measured))
-        )
 
     def _check_replicas(self) -> None:
         """Masks that differ between replicas end in a hang or in silent errors: compare before they are used."""
@@ -336,57 +283,28 @@ class FreezeController:
             "phase": self.phase,
             "phase_step": self.phase_step,
             "step": self.step,
-            "transfer_s": self.transfer_s,
+            "transfer_s": self.planner.transfer_s,
+            "asked": self.asked,
             "decision": self.decision.to_json() if self.decision else None,
             "config": self.config.model_dump(),
             "criterion": self.criterion.state_dict(),
             "losses": [[step, loss.read()] for step, loss in self._losses.items()],
             "guard": {"average": self.guard.average, "beyond": self.guard.beyond},
             "shape": asdict(self.shape),
-            "calibration": _rows(self._calibration),
-            "recent": _rows(self._recent),
+            **self.history.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state``, which must be of this stage and partition. Under another config than it was saved with, the
         decision is left behind: it may break the new limits."""
         self.phase, self.phase_step, self.step = state["phase"], state["phase_step"], state["step"]
-        self.transfer_s = state["transfer_s"]
-        keep = state["decision"] is not None and state["config"] == self.config.model_dump()
-        self.decision = Decision.from_json(state["decision"]) if keep else None
+        self.planner.cancel()
+        self.planner.transfer_s = state["transfer_s"]
+        same = state["config"] == self.config.model_dump()
+        self.decision = Decision.from_json(state["decision"]) if same and state["decision"] is not None else None
+        self.asked = tuple(state["asked"]) if same and state["asked"] is not None else None
         self.criterion.load_state_dict(state["criterion"])
         self.guard.average, self.guard.beyond = state["guard"]["average"], state["guard"]["beyond"]
         self._in_flight.clear()
         self._losses = {step: LateScalar(torch.tensor(loss, dtype=torch.float64)) for step, loss in state["losses"]}
-        for timings, rows in ((self._calibration, state["calibration"]), (self._recent, state["recent"])):
-            timings.clear()
-            timings.extend(_from_rows(rows))
-
-
-def _quantiles(statistics: tuple[list[float], list[float]]) -> dict[str, list[float]]:
-    """Median, 90 % and largest value over the units: what a user needs to choose thresholds."""
-    names = ("gradient", "variation")
-    known = [[value for value in values if np.isfinite(value)] or [0.0] for values in statistics]
-    return {name: [float(np.quantile(v, q)) for q in (0.5, 0.9, 1.0)] for name, v in zip(names, known, strict=True)}
-
-
-def _rows(timings: Iterable[tuple[StepTiming, StepMasks]]) -> list[dict[str, Any]]:
-    return [
-        {
-            "step": timing.step,
-            "makespan_s": timing.makespan_s,
-            "phase": masks.phase,
-            "masks": [list(mask) for mask in masks.masks],
-            "seconds": [[kind, micro_batch_id, seconds] for (kind, micro_batch_id), seconds in timing.seconds.items()],
-        }
-        for timing, masks in timings
-    ]
-
-
-def _from_rows(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[StepTiming, StepMasks]]:
-    for row in rows:
-        seconds = {(kind, micro_batch_id): value for kind, micro_batch_id, value in row["seconds"]}
-        yield (
-            StepTiming(row["step"], seconds, row["makespan_s"]),
-            StepMasks(row["step"], row["phase"], tuple(tuple(mask) for mask in row["masks"])),
-        )
+        self.history.load_state_dict(state)

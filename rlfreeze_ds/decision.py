@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from rlfreeze_ds.config import FreezeConfig
 from rlfreeze_ds.freezing.masks import Mask, step_masks
-from rlfreeze_ds.freezing.units import StageShape
+from rlfreeze_ds.freezing.shape import StageShape
 from rlfreeze_ds.planning.cost_model import Costs, Duration
 from rlfreeze_ds.planning.dag import PipelineDag
 from rlfreeze_ds.planning.fit import StageFit

@@ -22,7 +22,6 @@ from rlfreeze_ds.freezing.gradients import Bf16Gradients, find_gradients, settle
 from rlfreeze_ds.freezing.masks import Mask, masked
 from rlfreeze_ds.freezing.optimizer import check_optimizer_config, find_step_hooks
 from rlfreeze_ds.freezing.units import find_units, shape_of
-from rlfreeze_ds.planning.schedule import Schedule, from_pipe_schedules
 from rlfreeze_ds.support import check_something_to_train, check_supported_config, check_supported_engine
 from rlfreeze_ds.telemetry.profiler import InstructionProfiler
 from rlfreeze_ds.telemetry.run_log import RunLog
@@ -52,6 +51,8 @@ class MaskedSchedule:
     def __init__(self, pipe_schedule: ds_schedule.PipeSchedule, step_masks: StepMasks) -> None:
         self._schedule = pipe_schedule
         self._masks = step_masks.masks
+        self.order = ""
+        """What ran so far, in kinds: "FFBFBB"."""
 
     def num_pipe_buffers(self) -> int:
         """As the wrapped schedule."""
@@ -66,9 +67,11 @@ class MaskedSchedule:
                 if type(command) is ds_schedule.ForwardPass:
                     command = MaskedForwardPass(command.buffer_id, num_forward, self._masks[num_forward])
                     num_forward += 1
+                    self.order += "F"
                 elif type(command) is ds_schedule.BackwardPass:
                     command = MaskedBackwardPass(command.buffer_id, num_backward, self._masks[num_backward])
                     num_backward += 1
+                    self.order += "B"
                 masked_commands.append(command)
             yield masked_commands
 
@@ -116,37 +119,29 @@ class FreezeEngineMixin:
             return
         self._step_masks = self.freeze_controller.begin_step(self.micro_batches)
         self._settled = self._observed = False
+        schedule = MaskedSchedule(pipe_schedule, self._step_masks)
         try:
-            super()._exec_schedule(MaskedSchedule(pipe_schedule, self._step_masks))
+            super()._exec_schedule(schedule)
         finally:
             self._gradients.finish()
             if self._step_hooks is not None:
                 self._step_hooks.finish()
         if self._observed and not self._step_applied:
             self.freeze_controller.criterion.forget_last()
-        self._pipe_schedule_type = type(pipe_schedule)
+        self._order = schedule.order
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
         """As stock; afterwards the controller takes the step's loss and timings."""
         loss = super().train_batch(data_iter)
         timings = self._freeze_profiler.finish_step(self._step_masks.step)
-        self.freeze_controller.end_step(
-            self._step_masks, loss, timings, self._instruction_order(), applied=self._step_applied
-        )
+        self.freeze_controller.end_step(self._step_masks, loss, timings, self._order, applied=self._step_applied)
         return loss
 
-    def _instruction_order(self) -> Schedule:
-        """The instruction order of all stages, from the schedule class that the engine really ran."""
-        key = (self._pipe_schedule_type, self.micro_batches)
-        if getattr(self, "_order_key", None) != key:
-            self._order = from_pipe_schedules(
-                [
-                    self._pipe_schedule_type(micro_batches=self.micro_batches, stages=self.num_stages, stage_id=stage)
-                    for stage in range(self.num_stages)
-                ]
-            )
-            self._order_key = key
-        return self._order
+    def destroy(self) -> None:
+        """As stock; the planning process ends too."""
+        if "freeze_controller" in vars(self):
+            self.freeze_controller.planner.cancel()
+        super().destroy()
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

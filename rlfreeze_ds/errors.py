@@ -4,6 +4,11 @@ Every message names what was found, where, what is allowed and what to do.
 """
 
 
+def in_words(error: Exception) -> str:
+    """An error within a sentence: ours by its message alone, any other with its class in front."""
+    return str(error) if isinstance(error, RLFreezeError) else f"{type(error).__name__}: {error}"
+
+
 class RLFreezeError(Exception):
     """Base class of every error that rlfreeze_ds raises on purpose."""
 

@@ -17,7 +17,7 @@ from tests.test_engine import build, slow_weight_gradients
 # One plan only, at step 7: later plans depend on timings, which no two runs share.
 BLOCK = {
     "enabled": True, "warmup_steps": 3, "profile_steps": 4, "ramp_steps": 3, "replan_interval": 1000,
-    "criterion": {"gradient_threshold": 100, "variation_threshold": 100},
+    "criterion": {"gradient_threshold": 100, "variation_threshold": 100}, "planning": {"background": False},
 }  # fmt: skip
 MICRO_BATCHES = 4
 
@@ -84,7 +84,7 @@ def misfit_job(folder: str) -> dict[str, Any]:
         train(engine, range(controller.step, controller.step + 1))
 
     load("same", "ours")
-    load("another limit", "ours", planning={"max_freeze_ratio": 0.25})
+    load("another limit", "ours", planning={"max_freeze_ratio": 0.25, "background": False})
     load("other units", "ours", unit="layer")
     for tag in ("stock", "damaged", "newer"):
         load(tag, tag)

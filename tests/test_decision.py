@@ -9,7 +9,7 @@ import pytest
 
 from rlfreeze_ds.config import FreezeConfig
 from rlfreeze_ds.decision import Decision, decide
-from rlfreeze_ds.freezing.units import StageShape
+from rlfreeze_ds.freezing.shape import StageShape
 from rlfreeze_ds.planning.builders import one_f_one_b
 from rlfreeze_ds.planning.dag import PipelineDag
 from rlfreeze_ds.planning.fit import StageFit

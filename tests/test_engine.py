@@ -34,6 +34,7 @@ QUICK = {
     "ramp_steps": 2,
     "replan_interval": 5,
     "selection": "spread",
+    "planning": {"background": False},
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"type": "SGD", "params": {"lr": 0.05, "weight_decay": 0.1}},

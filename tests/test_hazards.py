@@ -14,6 +14,7 @@ import torch
 from tests import jobs
 from tests.harness import run_ranks
 from tests.test_engine import LAYERS, QUICK, build, slow_weight_gradients
+from tests.test_planner import NO_SOLVER, worker
 
 MICRO_BATCHES = 4
 
@@ -128,16 +129,10 @@ def test_five_hundred_steps_grow_nothing_and_evaluations_leave_no_trace() -> Non
 
 
 def no_solver_job(failure: str) -> dict[str, Any]:
-    from rlfreeze_ds.planning import linear_program, solver
+    from rlfreeze_ds import plan_process
 
-    if failure == "no solver":
-        linear_program.make_solver = lambda *_: None  # type: ignore[assignment]
-    else:
-
-        def broken(*_: Any, **__: Any) -> None:
-            raise KeyError("a bug")
-
-        solver._least_freezing = broken
+    bug = "worker.answer = lambda request: {}['a bug']"
+    plan_process.worker_command = worker(NO_SOLVER if failure == "no solver" else bug)
     engine = build(2, jobs.ds_config(MICRO_BATCHES, rlfreeze=QUICK))
     live = []
     for step in range(14):

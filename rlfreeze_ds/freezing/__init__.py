@@ -1,1 +1,1 @@
-"""WHAT may freeze, and the masks that freeze it: torch, no deepspeed."""
+"""WHAT may freeze, and the masks that freeze it: torch (but for ``shape`` and ``masks``), no deepspeed."""

@@ -11,10 +11,12 @@ import math
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlfreeze_ds.freezing.units import FreezeUnit
+if TYPE_CHECKING:  # units.py needs torch; masks are also made where there is none
+    from rlfreeze_ds.freezing.units import FreezeUnit
 
 Mask = tuple[int, ...]
 """Indices of the units frozen for one micro-batch on one stage, ascending."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -179,6 +180,23 @@ def from_pipe_schedules(pipe_schedules: Sequence[Iterable[Iterable[Any]]]) -> Sc
                     "Pass one training PipeSchedule per rank."
                 )
         ranks.append(tuple(order))
+    return Schedule(tuple(ranks))
+
+
+def from_kinds(orders: Sequence[str]) -> Schedule:
+    """One stage a rank, each stage's execution order spelt in kinds: in "FFBFBB" the i-th F and the i-th B are micro-batch i.
+
+    Raises:
+        ScheduleError: an unknown kind, or not the same micro-batches everywhere.
+    """
+    ranks = []
+    for stage_id, order in enumerate(orders):
+        counts: Counter[str] = Counter()
+        rank = []
+        for kind in order:
+            rank.append(Instruction(stage_id, counts[kind], kind))
+            counts[kind] += 1
+        ranks.append(tuple(rank))
     return Schedule(tuple(ranks))
 
 

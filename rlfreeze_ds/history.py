@@ -1,0 +1,113 @@
+"""The steps that a rank remembers: what was frozen in them and what they took. A plan is fitted to these."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlfreeze_ds.freezing.masks import Mask
+from rlfreeze_ds.freezing.shape import StageShape
+from rlfreeze_ds.planning.fit import BackwardSample, StageFit, fit_stage
+from rlfreeze_ds.telemetry.profiler import StepTiming
+
+# Steps whose timings a fit looks at: enough for medians, few enough to follow a machine that changes.
+FIT_STEPS = 64
+
+
+@dataclass(frozen=True)
+class StepMasks:
+    """The masks of one step on one stage, one per micro-batch."""
+
+    step: int
+    phase: str
+    masks: tuple[Mask, ...]
+    mean_freeze_ratio: float | None = None
+    """Over all stages of the pipeline; None where nobody asked (only the run log of rank 0 does)."""
+
+    def live_counts(self, num_units: int) -> list[int]:
+        """Per unit, in how many micro-batches of the step it is live."""
+        counts = [len(self.masks)] * num_units
+        for mask in self.masks:
+            for unit in mask:
+                counts[unit] -= 1
+        return counts
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """A step, and what a fit takes from it: worked out once, for a fit sees thousands of masks."""
+
+    timing: StepTiming
+    masks: StepMasks
+    forward_s: tuple[float, ...]
+    backward: tuple[BackwardSample, ...]
+
+
+class StepHistory:
+    """Of one stage on one rank."""
+
+    def __init__(self, shape: StageShape) -> None:
+        self.shape = shape
+        # Warm-up and profiling stay: the steady phase never shows a stage unfrozen or frozen whole, and a fit needs both.
+        self._calibration: deque[_Measured] = deque(maxlen=FIT_STEPS)
+        self._recent: deque[_Measured] = deque(maxlen=FIT_STEPS)
+
+    def add(self, timing: StepTiming, masks: StepMasks) -> None:
+        """Take a step whose times are known."""
+        forward = tuple(seconds for (kind, _), seconds in timing.seconds.items() if kind == "F")
+        backward = []
+        for (kind, micro_batch_id), seconds in timing.seconds.items():
+            if kind != "F":
+                mask = masks.masks[micro_batch_id]
+                backward.append((mask, self.shape.prefix_share(mask), seconds))
+        kept = self._calibration if masks.phase in ("warmup", "profile") else self._recent
+        kept.append(_Measured(timing, masks, forward, tuple(backward)))
+
+    def fit(self) -> StageFit | None:
+        """Seconds of the stage as a function of its mask; None before anything was measured."""
+        steps = [*self._calibration, *self._recent]
+        return fit_stage(
+            [seconds for step in steps for seconds in step.forward_s],
+            [sample for step in steps for sample in step.backward],
+            self.shape.weights,
+            first_stage=self.shape.stage_id == 0,
+        )
+
+    def unfrozen_makespan_s(self, num_micro_batches: int) -> float | None:
+        """Median seconds from the first to the last instruction, of steps in which nothing was frozen on any stage."""
+        measured = [
+            step.timing.makespan_s
+            for step in [*self._calibration, *self._recent]
+            if step.masks.phase in ("warmup", "cooldown") and len(step.masks.masks) == num_micro_batches
+        ]
+        return float(np.median(measured)) if measured else None
+
+    def state_dict(self) -> dict[str, list[dict[str, Any]]]:
+        """As plain JSON values."""
+        return {"calibration": _rows(self._calibration), "recent": _rows(self._recent)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The reverse of :meth:`state_dict`; other keys of ``state`` are not looked at."""
+        self._calibration.clear()
+        self._recent.clear()
+        for row in [*state["calibration"], *state["recent"]]:
+            seconds = {(kind, micro_batch_id): value for kind, micro_batch_id, value in row["seconds"]}
+            masks = StepMasks(row["step"], row["phase"], tuple(tuple(mask) for mask in row["masks"]))
+            self.add(StepTiming(row["step"], seconds, row["makespan_s"]), masks)
+
+
+def _rows(steps: deque[_Measured]) -> list[dict[str, Any]]:
+    return [
+        {
+            "step": step.timing.step,
+            "makespan_s": step.timing.makespan_s,
+            "phase": step.masks.phase,
+            "masks": [list(mask) for mask in step.masks.masks],
+            "seconds": [[kind, m, seconds] for (kind, m), seconds in step.timing.seconds.items()],
+        }
+        for step in steps
+    ]

@@ -1,0 +1,154 @@
+"""What a plan is made from and what comes of it, as JSON between a training job and the process that plans for it. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rlfreeze_ds.config import FreezeConfig
+from rlfreeze_ds.decision import Decision, batch_seconds, decide
+from rlfreeze_ds.errors import SolverError
+from rlfreeze_ds.freezing.shape import StageShape
+from rlfreeze_ds.planning.dag import PipelineDag
+from rlfreeze_ds.planning.fit import StageFit, fit_transfer
+from rlfreeze_ds.planning.schedule import from_kinds
+
+# Rounding of a mean over the micro-batches.
+_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """Everything that a decision depends on.
+
+    Attributes:
+        step: the step that the decision is for.
+        orders: per stage, its forwards and backwards as it runs them, such as "FFBFBB".
+        shapes, fits, eligible: per stage.
+        unfrozen_makespan_s: measured seconds of a batch with nothing frozen; None if there was none.
+        transfer_s: seconds of a transfer that the last plan found, for when there was none.
+    """
+
+    step: int
+    config: FreezeConfig
+    orders: tuple[str, ...]
+    shapes: tuple[StageShape, ...]
+    fits: tuple[StageFit, ...]
+    eligible: tuple[tuple[bool, ...], ...]
+    unfrozen_makespan_s: float | None
+    transfer_s: float
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of the batch to plan."""
+        return self.orders[0].count("F")
+
+    def to_json(self) -> str:
+        """The reverse of :meth:`from_json`."""
+        fields = {**vars(self), "config": self.config.model_dump()}
+        fields["shapes"] = [vars(shape) for shape in self.shapes]
+        fields["fits"] = [vars(fit) for fit in self.fits]
+        return json.dumps(fields)
+
+    @classmethod
+    def from_json(cls, text: str) -> PlanRequest:
+        """The reverse of :meth:`to_json`, exact."""
+        fields = json.loads(text)
+        fields["config"] = FreezeConfig.model_validate(fields["config"])
+        fields["orders"] = tuple(fields["orders"])
+        fields["shapes"] = tuple(StageShape(**_tuples(shape)) for shape in fields["shapes"])
+        fields["fits"] = tuple(StageFit(**fit) for fit in fields["fits"])
+        fields["eligible"] = tuple(tuple(row) for row in fields["eligible"])
+        return cls(**fields)
+
+
+@dataclass(frozen=True)
+class PlanAnswer:
+    """The decision, the seconds of a transfer it was made with, and what there is to warn of."""
+
+    decision: Decision
+    transfer_s: float
+    warnings: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """The reverse of :meth:`from_json`."""
+        return json.dumps({**vars(self), "decision": asdict(self.decision)})
+
+    @classmethod
+    def from_json(cls, text: str) -> PlanAnswer:
+        """The reverse of :meth:`to_json`, exact.
+
+        Raises:
+            SolverError: the planning process found no plan, and the message says why; or ``text`` is no answer.
+        """
+        try:
+            fields = json.loads(text)
+            if "error" in fields:
+                raise SolverError(fields["error"])
+            decision = Decision.from_json(json.dumps(fields["decision"]))
+            return cls(decision, float(fields["transfer_s"]), tuple(map(str, fields["warnings"])))
+        except (TypeError, KeyError, ValueError, RecursionError) as error:
+            raise SolverError(f"no answer but {text[:80]!r} ({type(error).__name__}: {error})") from None
+
+
+def answer(request: PlanRequest) -> PlanAnswer:
+    """Solve. The transfer is fitted first, so that a simulated batch with nothing frozen lasts as long as the measured one.
+
+    Raises:
+        SolverError: no solver gave an answer that holds.
+    """
+    dag = PipelineDag(from_kinds(request.orders))
+    transfer_s = request.transfer_s
+    if request.unfrozen_makespan_s is not None:
+        unmasked = [((),) * request.num_micro_batches for _ in request.shapes]
+        transfer_s = fit_transfer(
+            lambda seconds: batch_seconds(dag, request.shapes, request.fits, unmasked, seconds), request.unfrozen_makespan_s
+        )
+    decision = decide(
+        request.step, request.config, dag, request.shapes, request.fits, request.eligible, transfer_s
+    )
+    return PlanAnswer(decision, transfer_s)
+
+
+def check_answer(request: PlanRequest, answer: PlanAnswer) -> None:
+    """The job acts only on a decision that it could have asked for.
+
+    Raises:
+        SolverError: a number is not what ``request`` allows.
+    """
+    decision, limit = answer.decision, request.config.planning.max_freeze_ratio
+    _expect(decision.step == request.step, "step", decision.step, f"{request.step}")
+    _expect(decision.eligible == request.eligible, "eligible", "other units", "the units that were asked for")
+    sizes = [len(row) for row in decision.ratios]
+    wanted = [request.num_micro_batches] * len(request.shapes)
+    _expect(sizes == wanted, "number of ratios", sizes, f"{wanted}")
+    for stage_id, row in enumerate(decision.ratios):
+        for micro_batch_id, ratio in enumerate(row):
+            _expect(_in_range(ratio, 1.0), f"ratio of stage {stage_id}, micro-batch {micro_batch_id}", ratio, "0 to 1")
+        mean = math.fsum(row) / len(row)
+        _expect(mean <= limit + _TOLERANCE, f"mean ratio of stage {stage_id}", mean, f"at most {limit:g}")
+    _expect(_in_range(decision.mean_freeze_ratio, 1.0 + _TOLERANCE), "mean ratio", decision.mean_freeze_ratio, "0 to 1")
+    for name, seconds in (
+        ("unfrozen_makespan_s", decision.unfrozen_makespan_s),
+        ("predicted_makespan_s", decision.predicted_makespan_s),
+        ("transfer_s", answer.transfer_s),
+    ):
+        _expect(_in_range(seconds, math.inf), name, seconds, "a finite number of seconds >= 0")
+
+
+def _in_range(value: Any, largest: float) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and 0 <= value <= largest
+
+
+def _expect(holds: bool, name: str, found: Any, allowed: str) -> None:
+    if not holds:
+        raise SolverError(f"an absurd plan: {name} = {found}, must be {allowed}")
+
+
+def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    """Lists as the tuples that they were before they became JSON."""
+    return {key: tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+            for key, value in fields.items()}  # fmt: skip

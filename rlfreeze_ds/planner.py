@@ -1,0 +1,150 @@
+"""Planning beside training: every rank reports, rank 0's process solves, every rank gets the same answer in the same step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from rlfreeze_ds.config import FreezeConfig
+from rlfreeze_ds.control_group import ControlGroup
+from rlfreeze_ds.decision import Decision
+from rlfreeze_ds.errors import SolverError, in_words
+from rlfreeze_ds.freezing.criterion import eligible_units
+from rlfreeze_ds.freezing.shape import StageShape
+from rlfreeze_ds.log import logger
+from rlfreeze_ds.plan_process import PlanProcess
+from rlfreeze_ds.plan_request import PlanAnswer, PlanRequest, check_answer
+from rlfreeze_ds.planning.fit import StageFit
+from rlfreeze_ds.telemetry.run_log import RunLog
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """What one rank knows for a plan: its stage, the order it ran in, its fitted seconds, the statistics of its units, and
+    the seconds of a batch with nothing frozen. None where nothing was measured."""
+
+    stage_id: int
+    order: str
+    fit: StageFit | None
+    statistics: tuple[list[float], list[float]]
+    unfrozen_makespan_s: float | None
+
+
+class Planner:
+    """One request at a time. ``pending`` is equal on all ranks: between :meth:`ask` and the :meth:`answer` that ends it."""
+
+    def __init__(self, config: FreezeConfig, shapes: Sequence[StageShape], group: ControlGroup, run_log: RunLog) -> None:
+        self.config = config
+        self.shapes = tuple(shapes)
+        self.group = group
+        self.run_log = run_log
+        self.pending = False
+        self.transfer_s = 0.0
+        self._process = PlanProcess()
+        self._request: PlanRequest | None = None
+        self._statistics: list[tuple[list[float], list[float]]] = []
+        self._failure: str | None = None
+
+    def ask(self, step: int, report: StageReport) -> None:
+        """Collective. Start to solve for ``step``; returns before it is solved."""
+        reports = self.group.gather(report)
+        self.pending = True
+        if self.group.rank != 0:
+            return
+        self._failure = None
+        try:
+            self._request = self._gathered(step, reports)
+            self._process.send(self._request.to_json(), self.config.planning.time_limit_s)
+        except Exception as error:  # nothing that goes wrong with a plan may stop a job, here and below
+            logger.debug("no new plan", exc_info=True)
+            self._failure = in_words(error)
+
+    def answer(self, step: int, *, wait: bool, keeps: bool) -> Decision | None:
+        """Collective. The decision, on every rank; None with ``pending`` still set: not yet (never if ``wait``); None without:
+        there will be none, and rank 0 has said why.
+
+        ``keeps``: whether there is a last plan that stays.
+        """
+        text = self._receive(step, wait, keeps) if self.group.rank == 0 else None
+        text = self.group.broadcast(text)
+        self.pending = text is None
+        return Decision.from_json(text) if text else None
+
+    def cancel(self) -> None:
+        """Forget the request, on every rank; the next one starts a process of its own."""
+        self.pending = False
+        self._process.stop()
+
+    def _gathered(self, step: int, reports: Sequence[StageReport]) -> PlanRequest:
+        stages = [[report for report in reports if report.stage_id == shape.stage_id] for shape in self.shapes]
+        fits = [_slowest([report.fit for report in replicas]) for replicas in stages]
+        if None in fits:
+            raise SolverError(f"no timings yet from stage {fits.index(None)}")
+        self._statistics = [replicas[0].statistics for replicas in stages]
+        criterion = self.config.criterion
+        return PlanRequest(
+            step=step,
+            config=self.config,
+            orders=tuple(replicas[0].order for replicas in stages),
+            shapes=self.shapes,
+            fits=tuple(fits),
+            eligible=tuple(
+                tuple(eligible_units(statistics, criterion.gradient_threshold, criterion.variation_threshold))
+                for statistics in self._statistics
+            ),
+            unfrozen_makespan_s=reports[0].unfrozen_makespan_s,
+            transfer_s=self.transfer_s,
+        )
+
+    def _receive(self, step: int, wait: bool, keeps: bool) -> str | None:
+        """Rank 0: the decision as text, "" if there will be none, None if it is not there yet."""
+        try:
+            if self._failure is not None:
+                raise SolverError(self._failure)
+            text = self._process.receive(wait=wait)
+            if text is None:
+                return None
+            answer = PlanAnswer.from_json(text)
+            check_answer(self._request, answer)
+        except Exception as error:
+            logger.debug("no new plan", exc_info=True)
+            stays = "the last one stays" if keeps else "nothing is frozen without one"
+            logger.warning(f"step {step}: no new plan ({in_words(error)}); {stays}")
+            return ""
+        self._log(step, answer)
+        self.transfer_s = answer.transfer_s
+        return answer.decision.to_json()
+
+    def _log(self, step: int, answer: PlanAnswer) -> None:
+        for warning in answer.warnings:
+            logger.warning(warning)
+        decision, request = answer.decision, self._request
+        shares = [
+            shape.share(unit for unit, allowed in enumerate(row) if allowed)
+            for shape, row in zip(self.shapes, decision.eligible, strict=True)
+        ]
+        logger.info(f"step {step}: plan {decision.verdict}; eligible share {min(shares):.2f} to {max(shares):.2f}")
+        self.run_log.write(
+            "plan",
+            **{**asdict(decision), "eligible": None},
+            used_from_step=step,
+            eligible_share=shares,
+            statistics=[_quantiles(statistics) for statistics in self._statistics],
+            transfer_s=answer.transfer_s,
+            fits=[asdict(fit) for fit in request.fits],
+        )
+
+
+def _slowest(fits: Sequence[StageFit | None]) -> StageFit | None:
+    """Of the data-parallel replicas of a stage the slowest: the others wait for it at the reduction."""
+    known = [fit for fit in fits if fit is not None]
+    return max(known, key=lambda fit: fit.forward_s + fit.backward_s) if known else None
+
+
+def _quantiles(statistics: tuple[list[float], list[float]]) -> dict[str, list[float]]:
+    """Median, 90 % and largest value over the units: what a user needs to choose thresholds."""
+    names = ("gradient", "variation")
+    known = [[value for value in values if np.isfinite(value)] or [0.0] for values in statistics]
+    return {name: [float(np.quantile(v, q)) for q in (0.5, 0.9, 1.0)] for name, v in zip(names, known, strict=True)}
