@@ -55,9 +55,12 @@ class _StageState(_Strict):
     step: int
     transfer_s: float
     asked: tuple[int, int] | None
+    planned: int
+    drifted: bool
     decision: str | None
     config: dict[str, Any]
     criterion: _Criterion
+    noise: dict[str, list[float]]
     losses: list[tuple[int, float]]
     guard: _Guard
     shape: dict[str, Any]

@@ -47,6 +47,20 @@ class PlanningConfig(_Strict):
     time_slack: float = Field(
         0.02, ge=0, le=1, description="share of the shortest batch time given back in exchange for less freezing"
     )
+    objective: Literal["makespan", "progress"] = Field(
+        "makespan",
+        description="makespan: the shortest batch, then the least freezing for it; progress: the most expected loss decrease per "
+        "second, from the measured signal and noise of the gradients",
+    )
+    target_speedup: float | None = Field(
+        None, gt=1, le=100, description="least freezing for a batch so many times as fast, in place of time_slack"
+    )
+    plan_file: str | None = Field(
+        None, description="a plan.json of `python -m rlfreeze_ds plan`: its ratios are used and nothing is solved"
+    )
+    drift_tolerance: float = Field(
+        0.1, gt=0, description="share by which measured batches may differ from the predicted one before a new plan is made"
+    )
     solver: Literal["auto", "highs", "cbc"] = Field("auto", description="auto: HiGHS where installed, else CBC")
     time_limit_s: float = Field(10.0, gt=0, le=600, description="seconds a solve may take before the last plan is kept")
     background: bool = Field(

@@ -21,15 +21,20 @@ from rlfreeze_ds.decision import Decision
 from rlfreeze_ds.errors import MaskMismatchError
 from rlfreeze_ds.freezing.criterion import MixedCriterion
 from rlfreeze_ds.freezing.masks import Mask, masks_checksum
+from rlfreeze_ds.freezing.noise import GradientNoise
 from rlfreeze_ds.freezing.shape import StageShape
 from rlfreeze_ds.freezing.units import FreezeUnit
 from rlfreeze_ds.guard import LossGuard
 from rlfreeze_ds.history import StepHistory, StepMasks
 from rlfreeze_ds.log import log_rank0
 from rlfreeze_ds.planner import Planner, StageReport
+from rlfreeze_ds.planning.progress import StageGradients
 from rlfreeze_ds.telemetry.late_scalar import LateScalar
 from rlfreeze_ds.telemetry.profiler import StepTiming
 from rlfreeze_ds.telemetry.run_log import RunLog
+
+# Steps between two looks at whether the predicted batch time comes true: enough for a median.
+DRIFT_STEPS = 16
 
 
 class FreezeController:
@@ -42,6 +47,8 @@ class FreezeController:
         shape: StageShape,
         device: torch.device,
         run_log: RunLog,
+        *,
+        normalised: bool = True,
     ) -> None:
         self.config = config
         self.units = units
@@ -50,18 +57,21 @@ class FreezeController:
         self.run_log = run_log
         self.group = ControlGroup()
         self.shapes = self._shapes_of_all_stages()
-        self.planner = Planner(config, self.shapes, self.group, run_log)
+        self.planner = Planner(config, self.shapes, self.group, run_log, normalised=normalised)
         self.start_afresh(0)
 
     def start_afresh(self, step: int) -> None:
         """As at the start of a run: nothing known, warm-up first."""
         self.criterion = MixedCriterion(len(self.units), self.config.criterion.ema, self.device)
+        self.noise = GradientNoise(len(self.units), self.device)
         self.guard = LossGuard(self.config.guard)
         self.phase = "warmup"
         self.phase_step = 0
         self.step = step
         self.decision: Decision | None = None
         self.asked: tuple[int, int] | None = None  # step and micro-batches of the last request
+        self.planned = step  # from which step on the decision has held
+        self.drifted = False  # whether it was asked for because the last one's prediction did not come true
         self.planner.cancel()
         self.planner.transfer_s = 0.0
         self.history = StepHistory(self.shape)
@@ -147,6 +157,16 @@ class FreezeController:
         elif applied:
             self._advance(order)
 
+    def observe_gradients(self, norm: torch.Tensor, live_counts: Sequence[int], num_replicas: int) -> None:
+        """Take the norms of a step's reduced gradients, [num_units]."""
+        self.criterion.observe(norm)
+        self.noise.observe(norm, live_counts, num_replicas)
+
+    def forget_gradients(self) -> None:
+        """Undo the last :meth:`observe_gradients`: its step was skipped."""
+        self.criterion.forget_last()
+        self.noise.forget_last()
+
     def _advance(self, order: str) -> None:
         config = self.config
         if self.phase == "warmup" and self.phase_step >= config.warmup_steps:
@@ -158,8 +178,13 @@ class FreezeController:
         elif self.phase == "cooldown" and self.phase_step >= config.guard.cooldown_steps:
             self._enter("ramp")
         elif self.phase in ("ramp", "steady"):
-            if not self.planner.pending and self._due(order.count("F")):
-                self._ask(order)
+            if not self.planner.pending:
+                if self._due(order.count("F")):
+                    self.drifted = False
+                    self._ask(order)
+                elif self._drifts():
+                    self.drifted = True
+                    self._ask(order)
             if self.planner.pending and self.decision is None:
                 self.phase_step = 0  # nothing to ramp up to yet
             elif self.phase == "ramp" and self.phase_step >= config.ramp_steps:
@@ -172,6 +197,27 @@ class FreezeController:
             or self.step - self.asked[0] >= self.config.replan_interval
             or self.asked[1] != num_micro_batches
         )
+
+    def _drifts(self) -> bool:
+        """Collective every so many steps. Whether batches take other than the predicted time, as rank 0 measures it.
+
+        Once for a plan: where a new one does not help either, the next waits for its interval.
+        """
+        since = self.step - self.planned
+        if self.phase != "steady" or self.decision is None or self.drifted or since == 0 or since % DRIFT_STEPS:
+            return False
+        message = ""
+        if self.group.rank == 0:
+            measured_s = self.history.steady_makespan_s(self.planned, DRIFT_STEPS)
+            predicted_s = self.decision.predicted_makespan_s
+            drift = measured_s / predicted_s - 1 if measured_s is not None and predicted_s > 0 else 0.0
+            if abs(drift) > self.config.planning.drift_tolerance:
+                message = f"batches take {measured_s:.4g} s, {drift:+.0%} against the plan's {predicted_s:.4g} s"
+        message = self.group.broadcast(message)
+        if message:
+            log_rank0(f"step {self.step}: {message}; planning anew")
+            self.run_log.write("drift", step=self.step, message=message)
+        return bool(message)
 
     def _enter(self, phase: str) -> None:
         self.phase, self.phase_step = phase, 0
@@ -215,11 +261,17 @@ class FreezeController:
                 order,
                 self.history.fit(),
                 self.criterion.statistics(),
+                self._gradients(),
                 self.history.unfrozen_makespan_s(order.count("F")),
             ),
         )
         if not self.config.planning.background:
             self.settle()
+
+    def _gradients(self) -> StageGradients:
+        signal, noise = self.noise.estimates()
+        sizes = (sum(parameter.numel() for parameter in unit.parameters) for unit in self.units)
+        return StageGradients(tuple(self.criterion.norms()), tuple(signal), tuple(noise), tuple(sizes))
 
     def settle(self) -> None:
         """Collective. Wait for the answer to a pending request, and act on it."""
@@ -233,7 +285,7 @@ class FreezeController:
         if self.planner.pending:
             return
         if decision is not None:
-            self.decision = decision
+            self.decision, self.planned = decision, self.step
             if first and self.phase in ("ramp", "steady"):
                 self._enter("ramp")
         self._check_replicas()
@@ -285,9 +337,12 @@ class FreezeController:
             "step": self.step,
             "transfer_s": self.planner.transfer_s,
             "asked": self.asked,
+            "planned": self.planned,
+            "drifted": self.drifted,
             "decision": self.decision.to_json() if self.decision else None,
             "config": self.config.model_dump(),
             "criterion": self.criterion.state_dict(),
+            "noise": self.noise.state_dict(),
             "losses": [[step, loss.read()] for step, loss in self._losses.items()],
             "guard": {"average": self.guard.average, "beyond": self.guard.beyond},
             "shape": asdict(self.shape),
@@ -302,8 +357,10 @@ class FreezeController:
         self.planner.transfer_s = state["transfer_s"]
         same = state["config"] == self.config.model_dump()
         self.decision = Decision.from_json(state["decision"]) if same and state["decision"] is not None else None
+        self.planned, self.drifted = state["planned"], state["drifted"]
         self.asked = tuple(state["asked"]) if same and state["asked"] is not None else None
         self.criterion.load_state_dict(state["criterion"])
+        self.noise.load_state_dict(state["noise"])
         self.guard.average, self.guard.beyond = state["guard"]["average"], state["guard"]["beyond"]
         self._in_flight.clear()
         self._losses = {step: LateScalar(torch.tensor(loss, dtype=torch.float64)) for step, loss in state["losses"]}

@@ -3,34 +3,41 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from rlfreeze_ds.config import FreezeConfig
+from rlfreeze_ds.errors import TargetError
 from rlfreeze_ds.freezing.masks import Mask, step_masks
 from rlfreeze_ds.freezing.shape import StageShape
 from rlfreeze_ds.planning.cost_model import Costs, Duration
 from rlfreeze_ds.planning.dag import PipelineDag
 from rlfreeze_ds.planning.fit import StageFit
-from rlfreeze_ds.planning.plan import Plan
+from rlfreeze_ds.planning.plan import WORTHWHILE_GAIN, Plan
+from rlfreeze_ds.planning.progress import StageProgress, kept_by
 from rlfreeze_ds.planning.solver import Limits, solve
 
-# Below this predicted gain freezing is not worth the progress it costs: the engine leaves the job alone.
-WORTHWHILE_GAIN = 0.02
+_log = logging.getLogger(__name__)
+
 # The prediction is the mean over the real masks of this many steps, since masks differ from step to step.
 PREDICTED_STEPS = 8
 
 
 @dataclass(frozen=True)
 class Decision:
-    """``ratios[stage][micro_batch]``, ``eligible[stage][unit]``; seconds for one batch."""
+    """``ratios[stage][micro_batch]``, ``eligible[stage][unit]``, ``unit_shares[stage][unit]``: a unit's share of its stage's
+    weight-gradient time, as measured; seconds for one batch. The two expectations are those of :class:`planning.plan.Plan`."""
 
     step: int
     ratios: tuple[tuple[float, ...], ...]
     eligible: tuple[tuple[bool, ...], ...]
+    unit_shares: tuple[tuple[float, ...], ...]
     unfrozen_makespan_s: float
     predicted_makespan_s: float
     mean_freeze_ratio: float
+    expected_kept_progress: float
+    expected_loss_per_second_gain: float
     verdict: str
 
     @property
@@ -46,7 +53,7 @@ class Decision:
     def from_json(cls, text: str) -> Decision:
         """The reverse of :meth:`to_json`, exact."""
         fields = json.loads(text)
-        for key in ("ratios", "eligible"):
+        for key in ("ratios", "eligible", "unit_shares"):
             fields[key] = tuple(tuple(row) for row in fields[key])
         return cls(**fields)
 
@@ -56,7 +63,7 @@ class Decision:
         one_for_all = config.mask_scope == "step"
         masks = step_masks(
             ratios[:1] if one_for_all else ratios,
-            shape.weights,
+            self.unit_shares[shape.stage_id],
             self.eligible[shape.stage_id],
             selection=config.selection,
             whole=shape.stage_id == 0 and shape.barrier > 0,
@@ -67,90 +74,132 @@ class Decision:
         return masks * len(ratios) if one_for_all else masks
 
 
+@dataclass(frozen=True)
+class StageFacts:
+    """What a plan knows of one stage: its units, its measured seconds, which units may freeze, and what they contribute."""
+
+    shape: StageShape
+    fit: StageFit
+    eligible: tuple[bool, ...]
+    progress: StageProgress
+
+    @property
+    def unit_shares(self) -> tuple[float, ...]:
+        """Per unit its share of the weight-gradient time; sizes stand in where nothing was measured."""
+        return self.fit.unit_shares or self.shape.weights
+
+    def share(self, mask: Mask) -> float:
+        """Share of the weight-gradient time that ``mask`` skips."""
+        return min(1.0, sum(self.unit_shares[unit] for unit in mask))
+
+    def backward_s(self, mask: Mask) -> float:
+        """Seconds of a backward pass under ``mask``."""
+        return self.fit.backward(self.share(mask), self.shape.prefix_share(mask))
+
+    def pool(self, selection: str) -> Mask:
+        """The units that a selection may freeze."""
+        return tuple(unit for unit, allowed in enumerate(self.eligible) if allowed or selection != "strict")
+
+
 def decide(
     step: int,
     config: FreezeConfig,
     dag: PipelineDag,
-    shapes: Sequence[StageShape],
-    fits: Sequence[StageFit],
-    eligible: Sequence[Sequence[bool]],
+    stages: Sequence[StageFacts],
     transfer_s: float,
+    plan_ratios: Sequence[Sequence[float]] | None = None,
 ) -> Decision:
     """Solve for the ratios of every (stage, micro-batch).
+
+    Args:
+        plan_ratios: ``[stage][micro_batch]``, to be used as they are instead.
 
     Raises:
         SolverError: no solver gave an answer that holds; the caller keeps its last decision.
     """
     num_micro_batches = dag.schedule.num_micro_batches
-    caps = _strict_caps(config, shapes, eligible, num_micro_batches)
+    if plan_ratios is not None:
+        return _predicted(step, config, dag, stages, transfer_s, plan_ratios, "ratios of the plan file")
+    plan = _plan(config, dag, stages, transfer_s)
+    ratios = [[plan.ratio(facts.shape.stage_id, m) for m in range(num_micro_batches)] for facts in stages]
+    decision = _predicted(step, config, dag, stages, transfer_s, ratios, plan.verdict)
+    if decision.predicted_makespan_s <= (1 - WORTHWHILE_GAIN) * decision.unfrozen_makespan_s:
+        return decision
+    nothing = [[0.0] * num_micro_batches for _ in stages]
+    return _predicted(step, config, dag, stages, transfer_s, nothing, plan.verdict)
+
+
+def _plan(config: FreezeConfig, dag: PipelineDag, stages: Sequence[StageFacts], transfer_s: float) -> Plan:
+    planning = config.planning
     durations = {}
     for instruction in dag.schedule.instructions:
-        fit, shape = fits[instruction.stage_id], shapes[instruction.stage_id]
+        facts = stages[instruction.stage_id]
         if instruction.is_forward:
-            durations[instruction] = Duration(fit.forward_s, fit.forward_s)
+            durations[instruction] = Duration(facts.fit.forward_s, facts.fit.forward_s)
         else:
-            durations[instruction] = _backward_duration(config, fit, shape, eligible[instruction.stage_id])
-    costs = Costs(durations, transfer_s)
+            durations[instruction] = _backward_duration(config, facts)
+    caps = _strict_caps(config, stages, dag.schedule.num_micro_batches)
     limits = Limits(
-        config.planning.max_freeze_ratio,
-        config.planning.time_slack,
+        planning.max_freeze_ratio,
+        planning.time_slack,
         stage_ratio_cap={stage: share for stage, (share, _) in caps.items()},
         stage_mean_cap={stage: mean for stage, (_, mean) in caps.items()},
         equal_in_stage=config.mask_scope == "step",
+        target_speedup=planning.target_speedup,
     )
-    plan = solve(dag, costs, limits, solver=config.planning.solver, time_limit_s=config.planning.time_limit_s)
-    ratios = tuple(tuple(plan.ratio(shape.stage_id, m) for m in range(num_micro_batches)) for shape in shapes)
-    decision = _predicted(step, config, dag, shapes, fits, eligible, transfer_s, plan, ratios)
-    if decision.predicted_makespan_s <= (1 - WORTHWHILE_GAIN) * decision.unfrozen_makespan_s:
-        return decision
-    nothing = tuple((0.0,) * num_micro_batches for _ in shapes)
-    return _predicted(step, config, dag, shapes, fits, eligible, transfer_s, plan, nothing)
+    how = {
+        "objective": planning.objective,
+        "progress": {facts.shape.stage_id: facts.progress for facts in stages},
+        "solver": planning.solver,
+        "time_limit_s": planning.time_limit_s,
+    }
+    costs = Costs(durations, transfer_s)
+    try:
+        return solve(dag, costs, limits, **how)
+    except TargetError as error:
+        _log.warning("%s The shortest batch is planned instead.", error)
+        return solve(dag, costs, replace(limits, target_speedup=None, time_slack=0.0), **how)
 
 
 def _strict_caps(
-    config: FreezeConfig, shapes: Sequence[StageShape], eligible: Sequence[Sequence[bool]], num_micro_batches: int
+    config: FreezeConfig, stages: Sequence[StageFacts], num_micro_batches: int
 ) -> Mapping[int, tuple[float, float]]:
     """Per stage: the most one micro-batch may skip, and the most a stage may skip on average."""
     limit = config.planning.max_freeze_ratio
     if config.selection != "strict":
-        return {shape.stage_id: (1.0, limit) for shape in shapes}
+        return {facts.shape.stage_id: (1.0, limit) for facts in stages}
     # No unit is frozen in more than max_freeze_ratio of a step's micro-batches, so only whole micro-batches count. With too
     # few micro-batches for even one, or one mask for the whole step, the limit holds over the steps instead.
     whole = int(limit * num_micro_batches + 1e-9) / num_micro_batches
     limit = whole if whole > 0 and config.mask_scope == "micro_batch" else limit
     caps = {}
-    for shape in shapes:
-        share = shape.share(unit for unit, allowed in enumerate(eligible[shape.stage_id]) if allowed)
-        caps[shape.stage_id] = (share, limit * share)
+    for facts in stages:
+        share = facts.share(facts.pool(config.selection))
+        caps[facts.shape.stage_id] = (share, limit * share)
     return caps
 
 
-def _backward_duration(config: FreezeConfig, fit: StageFit, shape: StageShape, eligible: Sequence[bool]) -> Duration:
+def _backward_duration(config: FreezeConfig, facts: StageFacts) -> Duration:
     """Linear in the ratio and right at the largest mask that the selection allows."""
-    pool = [u for u in range(len(shape.weights)) if config.selection != "strict" or eligible[u]]
-    share = shape.share(pool)
+    unfrozen_s = facts.fit.backward_s
+    pool = facts.pool(config.selection)
+    share = facts.share(pool)
     if share <= 0:
-        return Duration(fit.backward_s, fit.backward_s)
-    saved = fit.backward_s - fit.backward(share, shape.prefix_share(pool))
-    return Duration(fit.backward_s, max(0.0, fit.backward_s - saved / share))
+        return Duration(unfrozen_s, unfrozen_s)
+    return Duration(unfrozen_s, max(0.0, unfrozen_s - (unfrozen_s - facts.backward_s(pool)) / share))
 
 
 def batch_seconds(
-    dag: PipelineDag,
-    shapes: Sequence[StageShape],
-    fits: Sequence[StageFit],
-    masks: Sequence[Sequence[Mask]],
-    transfer_s: float,
+    dag: PipelineDag, stages: Sequence[StageFacts], masks: Sequence[Sequence[Mask]], transfer_s: float
 ) -> float:
     """The simulated makespan of a batch that runs with exactly these masks (``masks[stage][micro_batch]``)."""
     seconds = {}
     for instruction in dag.schedule.instructions:
-        fit, shape = fits[instruction.stage_id], shapes[instruction.stage_id]
+        facts = stages[instruction.stage_id]
         if instruction.is_forward:
-            seconds[instruction] = fit.forward_s
+            seconds[instruction] = facts.fit.forward_s
         else:
-            mask = masks[instruction.stage_id][instruction.micro_batch_id]
-            seconds[instruction] = fit.backward(shape.share(mask), shape.prefix_share(mask))
+            seconds[instruction] = facts.backward_s(masks[instruction.stage_id][instruction.micro_batch_id])
     return dag.simulate(seconds, transfer_s).makespan
 
 
@@ -158,28 +207,48 @@ def _predicted(
     step: int,
     config: FreezeConfig,
     dag: PipelineDag,
-    shapes: Sequence[StageShape],
-    fits: Sequence[StageFit],
-    eligible: Sequence[Sequence[bool]],
+    stages: Sequence[StageFacts],
     transfer_s: float,
-    plan: Plan,
-    ratios: tuple[tuple[float, ...], ...],
+    ratios: Sequence[Sequence[float]],
+    why_not: str,
 ) -> Decision:
+    """The decision for these ratios, with what the real masks of some steps will take. ``why_not``: where they are all 0."""
     num_micro_batches = dag.schedule.num_micro_batches
-    unmasked = [((),) * num_micro_batches for _ in shapes]
-    unfrozen = batch_seconds(dag, shapes, fits, unmasked, transfer_s)
-    draft = Decision(step, ratios, tuple(tuple(map(bool, row)) for row in eligible), unfrozen, unfrozen, 0.0, "")
-    makespans, shares = [], []
+    unfrozen_s = batch_seconds(dag, stages, [((),) * num_micro_batches for _ in stages], transfer_s)
+    draft = Decision(
+        step=step,
+        ratios=tuple(tuple(row) for row in ratios),
+        eligible=tuple(facts.eligible for facts in stages),
+        unit_shares=tuple(facts.unit_shares for facts in stages),
+        unfrozen_makespan_s=unfrozen_s,
+        predicted_makespan_s=unfrozen_s,
+        mean_freeze_ratio=0.0,
+        expected_kept_progress=1.0,
+        expected_loss_per_second_gain=1.0,
+        verdict=f"not worth freezing: the best plan gains less than {WORTHWHILE_GAIN:.0%} over {unfrozen_s:.4f} s ({why_not})",
+    )
+    if not any(ratio > 0 for row in ratios for ratio in row):
+        return draft
+    makespans: list[float] = []
+    shares: dict[int, list[float]] = {facts.shape.stage_id: [] for facts in stages}
     # One mask a step is one draw a step, so its mean needs more of them.
     for ahead in range(PREDICTED_STEPS * (num_micro_batches if config.mask_scope == "step" else 1)):
-        masks = [draft.masks(config, shape, step + ahead) for shape in shapes]
-        makespans.append(batch_seconds(dag, shapes, fits, masks, transfer_s))
-        shares += [shape.share(mask) for shape in shapes for mask in masks[shape.stage_id]]
-    predicted, mean = sum(makespans) / len(makespans), sum(shares) / len(shares)
-    if mean > 0:
-        verdict = (
-            f"{unfrozen / predicted:.2f}x: {unfrozen:.4f} s -> {predicted:.4f} s at a mean freeze ratio of {mean:.2f}"
-        )
-    else:
-        verdict = f"not worth freezing: the best plan saves less than {WORTHWHILE_GAIN:.0%} of {unfrozen:.4f} s ({plan.verdict})"
-    return Decision(step, ratios, draft.eligible, unfrozen, predicted, mean, verdict)
+        masks = [draft.masks(config, facts.shape, step + ahead) for facts in stages]
+        makespans.append(batch_seconds(dag, stages, masks, transfer_s))
+        for facts, row in zip(stages, masks, strict=True):
+            shares[facts.shape.stage_id] += [facts.share(mask) for mask in row]
+    predicted_s = sum(makespans) / len(makespans)
+    means = {stage_id: sum(row) / len(row) for stage_id, row in shares.items()}
+    mean = sum(means.values()) / len(means)
+    progress = {facts.shape.stage_id: facts.progress for facts in stages}
+    kept = kept_by(progress, means) / (kept_by(progress, {}) or 1.0)
+    gain = kept * unfrozen_s / predicted_s if predicted_s > 0 else 1.0
+    return replace(
+        draft,
+        predicted_makespan_s=predicted_s,
+        mean_freeze_ratio=mean,
+        expected_kept_progress=kept,
+        expected_loss_per_second_gain=gain,
+        verdict=f"{unfrozen_s / predicted_s:.2f}x: {unfrozen_s:.4f} s -> {predicted_s:.4f} s at a mean freeze ratio of "
+        f"{mean:.2f}, expected to keep {kept:.2f} of a batch's progress: {gain:.2f}x the loss per second",
+    )

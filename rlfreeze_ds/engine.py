@@ -106,6 +106,7 @@ class FreezeEngineMixin:
             shape_of(self.stage_id, units, barrier, has_others=has_others),
             torch.device(self.device),
             run_log,
+            normalised=not isinstance(getattr(self.optimizer, "optimizer", self.optimizer), torch.optim.SGD),
         )
         self._freeze_profiler = InstructionProfiler(torch.device(self.device))
         self._step_masks: StepMasks | None = None
@@ -127,7 +128,7 @@ class FreezeEngineMixin:
             if self._step_hooks is not None:
                 self._step_hooks.finish()
         if self._observed and not self._step_applied:
-            self.freeze_controller.criterion.forget_last()
+            self.freeze_controller.forget_gradients()
         self._order = schedule.order
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
@@ -239,16 +240,16 @@ class FreezeEngineMixin:
             controller.step % controller.config.criterion.interval == 0
             and controller.config.planning.max_freeze_ratio > 0
         ):
-            controller.criterion.observe(
-                unit_norms(
-                    self._gradients,
-                    controller.units,
-                    self._step_masks.live_counts(len(controller.units)),
-                    torch.device(self.device),
-                    float(getattr(self.optimizer, "loss_scale", 1.0)),
-                    self._sum_over_replicas,
-                )
+            live_counts = self._step_masks.live_counts(len(controller.units))
+            norms = unit_norms(
+                self._gradients,
+                controller.units,
+                live_counts,
+                torch.device(self.device),
+                float(getattr(self.optimizer, "loss_scale", 1.0)),
+                self._sum_over_replicas,
             )
+            controller.observe_gradients(norms, live_counts, self.dp_world_size)
             self._observed = True
 
     def _sum_over_replicas(self, tensor: torch.Tensor) -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rlfreeze_ds.config import FreezeConfig
-from rlfreeze_ds.decision import Decision, batch_seconds, decide
+from rlfreeze_ds.decision import Decision, StageFacts, batch_seconds, decide
 from rlfreeze_ds.errors import SolverError
 from rlfreeze_ds.freezing.shape import StageShape
 from rlfreeze_ds.planning.dag import PipelineDag
 from rlfreeze_ds.planning.fit import StageFit, fit_transfer
+from rlfreeze_ds.planning.progress import StageGradients, StageProgress, measured_stages
 from rlfreeze_ds.planning.schedule import from_kinds
 
 # Rounding of a mean over the micro-batches.
@@ -27,7 +28,10 @@ class PlanRequest:
     Attributes:
         step: the step that the decision is for.
         orders: per stage, its forwards and backwards as it runs them, such as "FFBFBB".
-        shapes, fits, eligible: per stage.
+        shapes, fits, eligible, gradients: per stage.
+        num_replicas: data-parallel replicas of each stage.
+        normalised: whether the optimizer normalises each element's step, as Adam does.
+        plan_ratios: ``[stage][micro_batch]`` of a plan file, which then takes the place of the solver's.
         unfrozen_makespan_s: measured seconds of a batch with nothing frozen; None if there was none.
         transfer_s: seconds of a transfer that the last plan found, for when there was none.
     """
@@ -38,6 +42,10 @@ class PlanRequest:
     shapes: tuple[StageShape, ...]
     fits: tuple[StageFit, ...]
     eligible: tuple[tuple[bool, ...], ...]
+    gradients: tuple[StageGradients, ...]
+    num_replicas: int
+    normalised: bool
+    plan_ratios: tuple[tuple[float, ...], ...] | None
     unfrozen_makespan_s: float | None
     transfer_s: float
 
@@ -46,11 +54,28 @@ class PlanRequest:
         """Micro-batches of the batch to plan."""
         return self.orders[0].count("F")
 
+    def stages(self) -> list[StageFacts]:
+        """What is known of each stage."""
+        triples = list(zip(self.shapes, self.fits, self.eligible, strict=True))
+        unknown = StageProgress((), self.num_micro_batches)
+        facts = [StageFacts(shape, fit, eligible, unknown) for shape, fit, eligible in triples]
+        pools = [stage.pool(self.config.selection) for stage in facts]
+        progress = measured_stages(
+            self.gradients,
+            pools,
+            [stage.share(pool) for stage, pool in zip(facts, pools, strict=True)],
+            self.num_micro_batches * self.num_replicas,
+            normalised=self.normalised,
+            whole_step=self.config.mask_scope == "step",
+        )
+        return [replace(stage, progress=progress[stage.shape.stage_id]) for stage in facts]
+
     def to_json(self) -> str:
         """The reverse of :meth:`from_json`."""
         fields = {**vars(self), "config": self.config.model_dump()}
         fields["shapes"] = [vars(shape) for shape in self.shapes]
         fields["fits"] = [vars(fit) for fit in self.fits]
+        fields["gradients"] = [vars(stage) for stage in self.gradients]
         return json.dumps(fields)
 
     @classmethod
@@ -60,7 +85,10 @@ class PlanRequest:
         fields["config"] = FreezeConfig.model_validate(fields["config"])
         fields["orders"] = tuple(fields["orders"])
         fields["shapes"] = tuple(StageShape(**_tuples(shape)) for shape in fields["shapes"])
-        fields["fits"] = tuple(StageFit(**fit) for fit in fields["fits"])
+        fields["fits"] = tuple(StageFit(**_tuples(fit)) for fit in fields["fits"])
+        fields["gradients"] = tuple(StageGradients(**_tuples(stage)) for stage in fields["gradients"])
+        if fields["plan_ratios"] is not None:
+            fields["plan_ratios"] = tuple(tuple(row) for row in fields["plan_ratios"])
         fields["eligible"] = tuple(tuple(row) for row in fields["eligible"])
         return cls(**fields)
 
@@ -101,15 +129,14 @@ def answer(request: PlanRequest) -> PlanAnswer:
         SolverError: no solver gave an answer that holds.
     """
     dag = PipelineDag(from_kinds(request.orders))
+    stages = request.stages()
     transfer_s = request.transfer_s
     if request.unfrozen_makespan_s is not None:
-        unmasked = [((),) * request.num_micro_batches for _ in request.shapes]
+        unmasked = [((),) * request.num_micro_batches for _ in stages]
         transfer_s = fit_transfer(
-            lambda seconds: batch_seconds(dag, request.shapes, request.fits, unmasked, seconds), request.unfrozen_makespan_s
+            lambda seconds: batch_seconds(dag, stages, unmasked, seconds), request.unfrozen_makespan_s
         )
-    decision = decide(
-        request.step, request.config, dag, request.shapes, request.fits, request.eligible, transfer_s
-    )
+    decision = decide(request.step, request.config, dag, stages, transfer_s, request.plan_ratios)
     return PlanAnswer(decision, transfer_s)
 
 

@@ -10,36 +10,43 @@ import numpy as np
 from rlfreeze_ds.config import FreezeConfig
 from rlfreeze_ds.control_group import ControlGroup
 from rlfreeze_ds.decision import Decision
-from rlfreeze_ds.errors import SolverError, in_words
+from rlfreeze_ds.errors import ConfigError, RLFreezeError, SolverError, in_words
 from rlfreeze_ds.freezing.criterion import eligible_units
 from rlfreeze_ds.freezing.shape import StageShape
 from rlfreeze_ds.log import logger
 from rlfreeze_ds.plan_process import PlanProcess
 from rlfreeze_ds.plan_request import PlanAnswer, PlanRequest, check_answer
 from rlfreeze_ds.planning.fit import StageFit
+from rlfreeze_ds.planning.plan import Plan
+from rlfreeze_ds.planning.progress import StageGradients
 from rlfreeze_ds.telemetry.run_log import RunLog
 
 
 @dataclass(frozen=True)
 class StageReport:
-    """What one rank knows for a plan: its stage, the order it ran in, its fitted seconds, the statistics of its units, and
-    the seconds of a batch with nothing frozen. None where nothing was measured."""
+    """What one rank knows for a plan: its stage, the order it ran in, its fitted seconds, the statistics and the gradients of its
+    units, and the seconds of a batch with nothing frozen. None where nothing was measured."""
 
     stage_id: int
     order: str
     fit: StageFit | None
     statistics: tuple[list[float], list[float]]
+    gradients: StageGradients
     unfrozen_makespan_s: float | None
 
 
 class Planner:
     """One request at a time. ``pending`` is equal on all ranks: between :meth:`ask` and the :meth:`answer` that ends it."""
 
-    def __init__(self, config: FreezeConfig, shapes: Sequence[StageShape], group: ControlGroup, run_log: RunLog) -> None:
+    def __init__(
+        self, config: FreezeConfig, shapes: Sequence[StageShape], group: ControlGroup, run_log: RunLog, *, normalised: bool
+    ) -> None:
         self.config = config
+        self.normalised = normalised
         self.shapes = tuple(shapes)
         self.group = group
         self.run_log = run_log
+        self.plan_ratios = self._plan_file()
         self.pending = False
         self.transfer_s = 0.0
         self._process = PlanProcess()
@@ -77,11 +84,29 @@ class Planner:
         self.pending = False
         self._process.stop()
 
+    def _plan_file(self) -> tuple[tuple[float, ...], ...] | None:
+        """Collective. The ratios of ``planning.plan_file``, which only rank 0 has to see.
+
+        Raises:
+            ConfigError: on every rank.
+        """
+        path = self.config.planning.plan_file
+        if path is None:
+            return None
+        found = self.group.broadcast(_read_plan(path, self.config, len(self.shapes)) if self.group.rank == 0 else None)
+        if isinstance(found, str):
+            raise ConfigError(f"rlfreeze.planning.plan_file: {found}")
+        return found
+
     def _gathered(self, step: int, reports: Sequence[StageReport]) -> PlanRequest:
         stages = [[report for report in reports if report.stage_id == shape.stage_id] for shape in self.shapes]
         fits = [_slowest([report.fit for report in replicas]) for replicas in stages]
         if None in fits:
             raise SolverError(f"no timings yet from stage {fits.index(None)}")
+        num_micro_batches = stages[0][0].order.count("F")
+        if self.plan_ratios is not None and len(self.plan_ratios[0]) != num_micro_batches:
+            path = self.config.planning.plan_file
+            raise SolverError(f"{path} is for {len(self.plan_ratios[0])} micro-batches, a batch has {num_micro_batches}")
         self._statistics = [replicas[0].statistics for replicas in stages]
         criterion = self.config.criterion
         return PlanRequest(
@@ -94,6 +119,10 @@ class Planner:
                 tuple(eligible_units(statistics, criterion.gradient_threshold, criterion.variation_threshold))
                 for statistics in self._statistics
             ),
+            gradients=tuple(replicas[0].gradients for replicas in stages),
+            num_replicas=len(stages[0]),
+            normalised=self.normalised,
+            plan_ratios=self.plan_ratios,
             unfrozen_makespan_s=reports[0].unfrozen_makespan_s,
             transfer_s=self.transfer_s,
         )
@@ -135,6 +164,23 @@ class Planner:
             transfer_s=answer.transfer_s,
             fits=[asdict(fit) for fit in request.fits],
         )
+
+
+def _read_plan(path: str, config: FreezeConfig, num_stages: int) -> tuple[tuple[float, ...], ...] | str:
+    """Ratios by stage and micro-batch, or what is wrong with them."""
+    try:
+        plan = Plan.load(path)
+    except RLFreezeError as error:
+        return str(error)
+    if plan.num_stages != num_stages:
+        return f"{path} is a plan for {plan.num_stages} stages, this job has {num_stages}; plan with a profile of this job."
+    limit = config.planning.max_freeze_ratio
+    if max(plan.stage_freeze_ratio, default=0.0) > limit + 1e-6:
+        return (
+            f"{path} has a stage with a mean ratio of {max(plan.stage_freeze_ratio):.3g}, above max_freeze_ratio {limit:g} of "
+            "this job; raise that, or plan with --max-freeze-ratio."
+        )
+    return tuple(tuple(plan.ratio(s, m) for m in range(plan.num_micro_batches)) for s in range(num_stages))
 
 
 def _slowest(fits: Sequence[StageFit | None]) -> StageFit | None:

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from rlfreeze_ds.config import FreezeConfig
-from rlfreeze_ds.decision import Decision, decide
+from rlfreeze_ds.decision import Decision, StageFacts, decide
 from rlfreeze_ds.freezing.shape import StageShape
 from rlfreeze_ds.planning.builders import one_f_one_b
 from rlfreeze_ds.planning.dag import PipelineDag
 from rlfreeze_ds.planning.fit import StageFit
+from rlfreeze_ds.planning.progress import equal_stages
 
 UNITS = 8
 MICRO_BATCHES = 4
@@ -27,8 +28,11 @@ def shapes(barrier: int = UNITS) -> list[StageShape]:
 def decided(barrier: int = UNITS, **block: object) -> tuple[FreezeConfig, Decision]:
     config = FreezeConfig.model_validate({"enabled": True, "planning": {"time_slack": 0.0}, **block})
     fits = [StageFit(1.0, 2.0, 1.0, 1.0), StageFit(1.0, 2.0, 1.0)]
-    eligible = [[True] * UNITS] * 2
-    return config, decide(0, config, PipelineDag(one_f_one_b(2, MICRO_BATCHES)), shapes(barrier), fits, eligible, 0.0)
+    progress = equal_stages(2, MICRO_BATCHES)
+    stages = [
+        StageFacts(shape, fit, (True,) * UNITS, progress[shape.stage_id]) for shape, fit in zip(shapes(barrier), fits, strict=True)
+    ]
+    return config, decide(0, config, PipelineDag(one_f_one_b(2, MICRO_BATCHES)), stages, 0.0)
 
 
 def test_a_mask_for_the_whole_step_is_the_same_for_all_micro_batches_and_keeps_its_share_over_steps() -> None:

@@ -48,6 +48,10 @@ class MixedCriterion:
         """G and V of every unit; NaN where nothing was seen."""
         return (self._norm / self._reference).tolist(), (self._change / self._norm).tolist()
 
+    def norms(self) -> list[float]:
+        """Running mean of every unit's gradient norm; NaN where nothing was seen."""
+        return self._norm.tolist()
+
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, exact."""
         return {

@@ -24,6 +24,7 @@ class GradientNoise:
 
     def __init__(self, num_units: int, device: torch.device) -> None:
         self._sums = {name: torch.zeros(num_units, dtype=torch.float64, device=device) for name in _SUMS}
+        self._before: dict[str, torch.Tensor] | None = None
 
     @torch.no_grad()
     def observe(self, norm: torch.Tensor, live_counts: Sequence[int], num_replicas: int) -> None:
@@ -35,9 +36,14 @@ class GradientNoise:
         y = torch.where(seen, y, 0.0)
         one = torch.ones_like(y)
         new = {"weight": one, "x": x, "y": y, "xx": x * x, "xy": x * y, "yy": y * y, "weights": one}
-        for name, total in self._sums.items():
-            decay = DECAY**2 if name == "weights" else DECAY
-            total.copy_(torch.where(seen, decay * total + new[name], total))
+        decays = {name: DECAY**2 if name == "weights" else DECAY for name in _SUMS}
+        self._before, old = self._sums, self._sums
+        self._sums = {name: torch.where(seen, decays[name] * old[name] + new[name], old[name]) for name in _SUMS}
+
+    def forget_last(self) -> None:
+        """Undo the last :meth:`observe`: its step was skipped."""
+        if self._before is not None:
+            self._sums, self._before = self._before, None
 
     def estimates(self) -> tuple[list[float], list[float]]:
         """Per unit the squared signal, and the noise of one micro-batch in the same unit; NaN where they cannot be told apart
@@ -60,5 +66,5 @@ class GradientNoise:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The reverse of :meth:`state_dict`."""
-        for name, total in self._sums.items():
-            total.copy_(torch.tensor(state[name], dtype=torch.float64))
+        device = self._sums["x"].device
+        self._sums = {name: torch.tensor(state[name], dtype=torch.float64, device=device) for name in _SUMS}

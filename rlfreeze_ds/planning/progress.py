@@ -93,3 +93,69 @@ def equal_stages(num_stages: int, num_micro_batches: int, noise_scale: float | N
 def kept_by(progress: Mapping[int, StageProgress], stage_ratios: Mapping[int, float]) -> float:
     """Share of the whole model's progress that is kept with these mean ratios of the stages."""
     return sum(stage.kept(stage_ratios.get(stage_id, 0.0)) for stage_id, stage in progress.items())
+
+
+@dataclass(frozen=True)
+class StageGradients:
+    """What a stage has seen of its units' gradients, NaN where nothing is known.
+
+    Attributes:
+        norm: of the gradient that the optimizer got, a running mean.
+        signal, noise: s and sigma^2 of the module's docstring.
+        num_elements: per unit.
+    """
+
+    norm: tuple[float, ...]
+    signal: tuple[float, ...]
+    noise: tuple[float, ...]
+    num_elements: tuple[int, ...]
+
+    def contributions(self, normalised: bool) -> list[float]:
+        """To first order, the decrease of the loss by a small step: of an optimizer that normalises each element the sum of the
+        absolute values of the gradient, which for a norm spread evenly is sqrt(num_elements) * norm; of SGD the norm's square."""
+        sizes = self.num_elements
+        return [math.sqrt(n) * norm if normalised else norm**2 for n, norm in zip(sizes, self.norm, strict=True)]
+
+    def noise_scale(self) -> float | None:
+        """Of all units together; None where not one is known."""
+        known = [pair for pair in zip(self.signal, self.noise, strict=True) if all(map(math.isfinite, pair))]
+        signal = sum(s for s, _ in known)
+        return sum(noise for _, noise in known) / signal if signal > 0 else None
+
+
+def measured_stages(
+    stages: Sequence[StageGradients],
+    pools: Sequence[Sequence[int]],
+    pool_shares: Sequence[float],
+    num_micro_batches: int,
+    *,
+    normalised: bool,
+    whole_step: bool = False,
+) -> dict[int, StageProgress]:
+    """From what the gradients showed. A unit whose noise cannot be told from its signal counts as its stage, or as all stages,
+    do on average; where no unit's can, as the worst case.
+
+    Args:
+        pools: per stage the units that may freeze; the others contribute whatever happens.
+        pool_shares: per stage the share of the weight-gradient time that these are.
+        num_micro_batches: of a batch, over all data-parallel replicas.
+        normalised: whether the optimizer normalises, as Adam does.
+    """
+    raw = [stage.contributions(normalised) for stage in stages]
+    seen = sorted(value for row in raw for value in row if math.isfinite(value))
+    typical = seen[len(seen) // 2] if seen else 1.0
+    raw = [[value if math.isfinite(value) else typical for value in row] for row in raw]
+    total = sum(map(sum, raw)) or 1.0
+    scales = [stage.noise_scale() for stage in stages]
+    known = [scale for scale in scales if scale is not None]
+    average = sum(known) / len(known) if known else None
+    found = {}
+    for stage_id, (stage, pool, share, row) in enumerate(zip(stages, pools, pool_shares, raw, strict=True)):
+        of_stage = average if scales[stage_id] is None else scales[stage_id]
+        units = []
+        for unit in pool:
+            scale = stage.noise[unit] / stage.signal[unit] if stage.signal[unit] > 0 else math.nan
+            units.append((row[unit] / total, scale if math.isfinite(scale) else of_stage))
+        fixed = (sum(row) - sum(row[unit] for unit in pool)) / total
+        found[stage_id] = StageProgress(tuple(units), num_micro_batches, share or 1.0, fixed, whole_step)
+    return found

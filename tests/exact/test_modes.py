@@ -24,7 +24,7 @@ ZERO = {"enabled": True, "warmup_steps": 3, "profile_steps": 3, "planning": {"ma
 # One plan only: later plans depend on timings, which no two runs share.
 PLANNED = {
     "enabled": True, "warmup_steps": 3, "profile_steps": 4, "ramp_steps": 3, "replan_interval": 1000,
-    "selection": "spread", "planning": {"time_slack": 0.0, "background": False},
+    "selection": "spread", "planning": {"time_slack": 0.0, "background": False, "drift_tolerance": 1e9},
 }  # fmt: skip
 
 
