@@ -92,7 +92,7 @@ def test_a_stage_with_nothing_to_train(stage: int) -> None:
 
 
 def soak_job() -> dict[str, Any]:
-    engine = build(2, jobs.ds_config(MICRO_BATCHES, rlfreeze=QUICK | {"replan_interval": 25}))
+    engine = build(2, jobs.ds_config(MICRO_BATCHES, rlfreeze=QUICK | {"replan_interval": 25, "planning": {}}))
 
     def count() -> dict[str, int]:
         parameters = list(engine.module.parameters())
