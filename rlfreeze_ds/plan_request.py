@@ -157,6 +157,9 @@ def check_answer(request: PlanRequest, answer: PlanAnswer) -> None:
             _expect(_in_range(ratio, 1.0), f"ratio of stage {stage_id}, micro-batch {micro_batch_id}", ratio, "0 to 1")
         mean = math.fsum(row) / len(row)
         _expect(mean <= limit + _TOLERANCE, f"mean ratio of stage {stage_id}", mean, f"at most {limit:g}")
+    for shape, row in zip(request.shapes, decision.unit_shares, strict=False):
+        fits = len(row) == len(shape.weights) and all(_in_range(share, 1.0 + _TOLERANCE) for share in row)
+        _expect(fits, f"shares of the units of stage {shape.stage_id}", row, f"{len(shape.weights)} numbers from 0 to 1")
     _expect(_in_range(decision.mean_freeze_ratio, 1.0 + _TOLERANCE), "mean ratio", decision.mean_freeze_ratio, "0 to 1")
     for name, seconds in (
         ("unfrozen_makespan_s", decision.unfrozen_makespan_s),

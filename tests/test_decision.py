@@ -29,9 +29,8 @@ def decided(barrier: int = UNITS, **block: object) -> tuple[FreezeConfig, Decisi
     config = FreezeConfig.model_validate({"enabled": True, "planning": {"time_slack": 0.0}, **block})
     fits = [StageFit(1.0, 2.0, 1.0, 1.0), StageFit(1.0, 2.0, 1.0)]
     progress = equal_stages(2, MICRO_BATCHES)
-    stages = [
-        StageFacts(shape, fit, (True,) * UNITS, progress[shape.stage_id]) for shape, fit in zip(shapes(barrier), fits, strict=True)
-    ]
+    triples = zip(shapes(barrier), fits, progress.values(), strict=True)
+    stages = [StageFacts(shape, fit, (True,) * UNITS, kept) for shape, fit, kept in triples]
     return config, decide(0, config, PipelineDag(one_f_one_b(2, MICRO_BATCHES)), stages, 0.0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -22,9 +23,11 @@ from rlfreeze_ds.errors import SolverError
 from rlfreeze_ds.freezing.shape import StageShape
 from rlfreeze_ds.plan_process import PlanProcess, worker_environment
 from rlfreeze_ds.plan_request import PlanAnswer, PlanRequest, answer, check_answer
+from rlfreeze_ds.planning.builders import one_f_one_b
 from rlfreeze_ds.planning.dag import PipelineDag
 from rlfreeze_ds.planning.fit import StageFit
-from rlfreeze_ds.planning.schedule import from_kinds, one_f_one_b
+from rlfreeze_ds.planning.progress import StageGradients
+from rlfreeze_ds.planning.schedule import from_kinds
 from tests import jobs
 from tests.harness import run_ranks
 from tests.planning.test_main import python
@@ -41,6 +44,10 @@ REQUEST = PlanRequest(
     shapes=tuple(StageShape(s, ("a", "b", "c", "d"), (0.1, 0.2, 0.3, 0.4), tuple(range(UNITS)), UNITS) for s in range(2)),
     fits=(StageFit(1.0, 2.0, 0.9, 0.8), StageFit(1.0, 2.1, 1.1)),
     eligible=((True, False, True, True), (True,) * UNITS),
+    gradients=(StageGradients((1.0,) * 4, (0.2,) * 4, (2.0,) * 4, (1, 2, 3, 4)),) * 2,
+    num_replicas=1,
+    normalised=True,
+    plan_ratios=None,
     unfrozen_makespan_s=16.0,
     transfer_s=0.0,
 )
@@ -118,8 +125,7 @@ def test_an_answer_is_the_decision_for_the_transfer_that_meets_the_measured_batc
     answered = answer(REQUEST)
     dag = PipelineDag(one_f_one_b(2, MICRO_BATCHES))
     assert from_kinds(ORDERS) == dag.schedule
-    arguments = (REQUEST.shapes, REQUEST.fits, REQUEST.eligible)
-    assert answered.decision == decide(7, REQUEST.config, dag, *arguments, answered.transfer_s)
+    assert answered.decision == decide(7, REQUEST.config, dag, REQUEST.stages(), answered.transfer_s)
     assert answered.transfer_s > 0 and answered.decision.unfrozen_makespan_s == pytest.approx(16.0)
     assert answer(replace(REQUEST, unfrozen_makespan_s=None, transfer_s=0.5)).transfer_s == 0.5
 
@@ -418,9 +424,9 @@ def test_a_plan_that_fails_keeps_the_last_and_the_next_one_works(what: str, reas
     (warning,) = results[0]["warnings"]
     assert reason in warning and warning.endswith("the last one stays") and "no new plan" in warning
     assert len(results[0]["pids"]) == 1 and gone(*results[0]["pids"])
-    # It asked three times: an interval after the request that failed, not at every step.
+    # An interval after the request that failed it asked again, not at every step.
     asked = sorted({step["asked"][0] for step in results[0]["steps"] if step["asked"]})
-    assert len(asked) == 3 and asked[1] - asked[0] >= 12 and asked[2] - asked[1] >= 12
+    assert len(asked) >= 3 and all(later - earlier >= 12 for earlier, later in itertools.pairwise(asked))
     assert any(step["frozen"] for result in results for step in result["steps"] if step["asked"] == (asked[1], MICRO_BATCHES))
 
 
