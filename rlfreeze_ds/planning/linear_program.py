@@ -137,7 +137,7 @@ def _build(
             end.append((ratio[i], durations[i].saving_s / unit_s))
         seconds = durations[i].unfrozen_s
         for successor, edge in graph.adj[i].items():
-            wait = (seconds + program.costs.transfer_s * edge["cross_rank"]) / unit_s
+            wait = (seconds + program.costs.transfer_s * edge["num_transfers"]) / unit_s
             problem += pulp.LpAffineExpression([(start[successor], 1.0), *end]) >= wait
         if not graph.adj[i]:
             problem += pulp.LpAffineExpression([(makespan, 1.0), *end]) >= seconds / unit_s

@@ -12,6 +12,16 @@ from rlfreeze_ds.planning.instruction import Instruction
 
 
 @dataclass(frozen=True)
+class Transfer:
+    """What ``sender`` made, on its way to the neighbouring rank that needs it."""
+
+    sender: Instruction
+
+    def __str__(self) -> str:
+        return f"transfer of {self.sender}"
+
+
+@dataclass(frozen=True)
 class Problem:
     """What makes a schedule invalid, and the instructions to look at (for a reader that knows their lines)."""
 
@@ -26,11 +36,17 @@ class Schedule:
     A rank may hold several stages, a stage is on one rank. A (stage, micro-batch) has one F and either one B, or one I
     and one W. Stages and micro-batches count from 0 without gaps.
 
+    Attributes:
+        ranks: per rank, its instructions in order.
+        blocking: ``ranks`` with the transfers in their places, where a rank does nothing else until the other rank has come
+            to the same transfer and it is done, as in DeepSpeed's engine; empty where a transfer keeps no rank.
+
     Raises:
         ScheduleError: the order is incomplete or contradictory.
     """
 
     ranks: tuple[tuple[Instruction, ...], ...]
+    blocking: tuple[tuple[Instruction | Transfer, ...], ...] = ()
 
     def __post_init__(self) -> None:
         problem = find_problem(self.ranks)
@@ -176,36 +192,39 @@ def from_pipe_schedules(pipe_schedules: Sequence[Iterable[Iterable[Any]]]) -> Sc
 
     Args:
         pipe_schedules: a ``deepspeed.runtime.pipe.schedule.PipeSchedule`` per stage, stage 0 first. A command counts as
-            a forward or backward when its class or a base class is named ``...ForwardPass`` or ``...BackwardPass``; the
-            i-th of a stage is micro-batch i. Every other command is skipped.
+            a forward or backward when its class or a base class is named ``...ForwardPass`` or ``...BackwardPass``, as a
+            transfer when named ``...SendActivation``, ``...RecvActivation``, ``...SendGrad`` or ``...RecvGrad``; the i-th
+            of each kind of a stage is micro-batch i. Every other command is skipped.
 
     Raises:
         ScheduleError: a stage runs no forward, or not as many backwards as forwards.
     """
     ranks = []
     for stage_id, pipe_schedule in enumerate(pipe_schedules):
-        order: list[Instruction] = []
-        counts = {"F": 0, "B": 0}
-        for commands in pipe_schedule:
-            for command in commands:
-                kind = _kind_of(command)
-                if kind is not None:
-                    order.append(Instruction(stage_id, counts[kind], kind))
-                    counts[kind] += 1
-        if counts["F"] == 0 or counts["F"] != counts["B"]:
+        order: list[Instruction | Transfer] = []
+        counts = dict.fromkeys(_COMMANDS, 0)
+        for command in (command for commands in pipe_schedule for command in commands):
+            name = next((n for base in type(command).__mro__ for n in _COMMANDS if base.__name__.endswith(n)), None)
+            if name is None:
+                continue
+            kind, stages_away = _COMMANDS[name]
+            instruction = Instruction(stage_id + (stages_away or 0), counts[name], kind)
+            order.append(instruction if stages_away is None else Transfer(instruction))
+            counts[name] += 1
+        if counts["ForwardPass"] == 0 or counts["ForwardPass"] != counts["BackwardPass"]:
             raise ScheduleError(
-                f"the pipe schedule of stage {stage_id} runs {counts['F']} forwards and {counts['B']} backwards: "
-                "a training schedule runs as many of each, at least 1; pass one training PipeSchedule per stage."
+                f"the pipe schedule of stage {stage_id} runs {counts['ForwardPass']} forwards and {counts['BackwardPass']} "
+                "backwards: a training schedule runs as many of each, at least 1; pass one training PipeSchedule per stage."
             )
         ranks.append(tuple(order))
-    return Schedule(tuple(ranks))
+    return Schedule(tuple(tuple(i for i in rank if isinstance(i, Instruction)) for rank in ranks), tuple(ranks))
 
 
-def _kind_of(command: Any) -> str | None:
-    names = [base.__name__ for base in type(command).__mro__]
-    if any(name.endswith("ForwardPass") for name in names):
-        return "F"
-    return "B" if any(name.endswith("BackwardPass") for name in names) else None
+_COMMANDS = {
+    "ForwardPass": ("F", None), "BackwardPass": ("B", None),
+    "SendActivation": ("F", 0), "RecvActivation": ("F", -1), "SendGrad": ("B", 0), "RecvGrad": ("B", 1),
+}  # fmt: skip
+"""Command to the kind of its instruction; of a transfer, how many stages away that instruction is."""
 
 
 def _check_counts(num_stages: int, num_micro_batches: int) -> None:
