@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from rlfreeze_ds.config import FreezeConfig
 from rlfreeze_ds.freezing.masks import Mask, step_masks
@@ -19,11 +19,17 @@ from rlfreeze_ds.planning.solver import Limits, solve
 WORTHWHILE_GAIN = 0.02
 # The prediction is the mean over the real masks of this many steps, since masks differ from step to step.
 PREDICTED_STEPS = 8
+# Share of a first stage's backward above which the input gradients of a frozen prefix are worth freezing its pool whole. Masks of
+# single units follow the plan's ratios; whole ones only on average, which lengthens a batch by some 4 %.
+WORTHWHILE_PREFIX = 0.1
 
 
 @dataclass(frozen=True)
 class Decision:
-    """``ratios[stage][micro_batch]``, ``eligible[stage][unit]``; seconds for one batch."""
+    """``ratios[stage][micro_batch]``, ``eligible[stage][unit]``; seconds for one batch.
+
+    ``whole``: the first stage freezes all of its pool or nothing, for the input gradients that a frozen prefix saves.
+    """
 
     step: int
     ratios: tuple[tuple[float, ...], ...]
@@ -32,6 +38,7 @@ class Decision:
     predicted_makespan_s: float
     mean_freeze_ratio: float
     verdict: str
+    whole: bool = True
 
     @property
     def num_micro_batches(self) -> int:
@@ -59,7 +66,7 @@ class Decision:
             shape.weights,
             self.eligible[shape.stage_id],
             selection=config.selection,
-            whole=shape.stage_id == 0 and shape.barrier > 0,
+            whole=self.whole and shape.stage_id == 0 and shape.barrier > 0,
             seed=config.seed,
             step=step,
             stage_id=shape.stage_id,
@@ -168,7 +175,9 @@ def _predicted(
     num_micro_batches = dag.schedule.num_micro_batches
     unmasked = [((),) * num_micro_batches for _ in shapes]
     unfrozen = batch_seconds(dag, shapes, fits, unmasked, transfer_s)
-    draft = Decision(step, ratios, tuple(tuple(map(bool, row)) for row in eligible), unfrozen, unfrozen, 0.0, "")
+    eligible = tuple(tuple(map(bool, row)) for row in eligible)
+    whole = fits[0].input_gradient_s > WORTHWHILE_PREFIX * fits[0].backward_s
+    draft = Decision(step, ratios, eligible, unfrozen, unfrozen, 0.0, "", whole)
     makespans, shares = [], []
     # One mask a step is one draw a step, so its mean needs more of them.
     for ahead in range(PREDICTED_STEPS * (num_micro_batches if config.mask_scope == "step" else 1)):
@@ -182,4 +191,4 @@ def _predicted(
         )
     else:
         verdict = f"not worth freezing: the best plan saves less than {WORTHWHILE_GAIN:.0%} of {unfrozen:.4f} s ({plan.verdict})"
-    return Decision(step, ratios, draft.eligible, unfrozen, predicted, mean, verdict)
+    return replace(draft, predicted_makespan_s=predicted, mean_freeze_ratio=mean, verdict=verdict)
