@@ -38,7 +38,7 @@ from rlfreeze_ds.planning.schedule import one_f_one_b
 
 PROFILE = Path(__file__).parent / "profiles" / "llama8b_h200_pp4_1f1b.csv"
 WIDTH = 8
-WARMUP_STEPS, PROFILE_STEPS_PER_STAGE, RAMP_STEPS = 6, 2, 2
+WARMUP_STEPS, PROFILE_STEPS_PER_STAGE, RAMP_STEPS = 10, 2, 2
 Masks = Sequence[Sequence[Sequence[int]]]
 """``masks[stage][micro_batch]``: the frozen layers."""
 

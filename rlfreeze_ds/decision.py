@@ -105,9 +105,17 @@ def decide(
         stage_mean_cap={stage: mean for stage, (_, mean) in caps.items()},
         equal_in_stage=config.mask_scope == "step",
     )
-    plan = solve(dag, costs, limits, solver=config.planning.solver, time_limit_s=config.planning.time_limit_s)
-    ratios = tuple(tuple(plan.ratio(shape.stage_id, m) for m in range(num_micro_batches)) for shape in shapes)
-    decision = _predicted(step, config, dag, shapes, fits, eligible, transfer_s, plan, ratios)
+
+    def planned(limits: Limits) -> tuple[Plan, Decision]:
+        plan = solve(dag, costs, limits, solver=config.planning.solver, time_limit_s=config.planning.time_limit_s)
+        ratios = tuple(tuple(plan.ratio(shape.stage_id, m) for m in range(num_micro_batches)) for shape in shapes)
+        return plan, _predicted(step, config, dag, shapes, fits, eligible, transfer_s, plan, ratios)
+
+    plan, decision = planned(limits)
+    # Real masks round the ratios to units, which makes the batch longer than planned: that comes out of the slack too.
+    rounding = decision.predicted_makespan_s / plan.planned_makespan_s - 1 if plan.planned_makespan_s > 0 else 0.0
+    if rounding > 0 and limits.time_slack > 0:
+        plan, decision = planned(replace(limits, time_slack=max(0.0, limits.time_slack - rounding)))
     if decision.predicted_makespan_s <= (1 - WORTHWHILE_GAIN) * decision.unfrozen_makespan_s:
         return decision
     nothing = tuple((0.0,) * num_micro_batches for _ in shapes)
