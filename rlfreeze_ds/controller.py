@@ -129,7 +129,7 @@ class FreezeController:
         """Take what the step brought; re-plan and change phase where due. The guard looks at the loss of the step before:
         this one's may still be on its way from the device, and all ranks must look at the same.
 
-        ``order``: the step's forwards and backwards on this stage, as they ran: "FFBFBB".
+        ``order``: what this stage did in the step, as it ran: "F SA RG B ..." (:func:`planning.schedule.from_commands`).
         ``applied``: False where DeepSpeed skipped the update (overflow): such a step moves neither phase nor guard.
         """
         self._in_flight[step_masks.step] = step_masks

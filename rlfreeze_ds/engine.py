@@ -22,6 +22,7 @@ from rlfreeze_ds.freezing.gradients import Bf16Gradients, find_gradients, settle
 from rlfreeze_ds.freezing.masks import Mask, masked
 from rlfreeze_ds.freezing.optimizer import check_optimizer_config, find_step_hooks
 from rlfreeze_ds.freezing.units import find_units, shape_of
+from rlfreeze_ds.planning.schedule import command_name
 from rlfreeze_ds.support import check_something_to_train, check_supported_config, check_supported_engine
 from rlfreeze_ds.telemetry.profiler import InstructionProfiler
 from rlfreeze_ds.telemetry.run_log import RunLog
@@ -51,8 +52,8 @@ class MaskedSchedule:
     def __init__(self, pipe_schedule: ds_schedule.PipeSchedule, step_masks: StepMasks) -> None:
         self._schedule = pipe_schedule
         self._masks = step_masks.masks
-        self.order = ""
-        """What ran so far, in kinds: "FFBFBB"."""
+        self.order: list[str] = []
+        """What ran so far, in the words of :func:`rlfreeze_ds.planning.schedule.from_commands`."""
 
     def num_pipe_buffers(self) -> int:
         """As the wrapped schedule."""
@@ -64,14 +65,15 @@ class MaskedSchedule:
         for commands in self._schedule:
             masked_commands = []
             for command in commands:
+                name = command_name(command)
+                if name is not None:
+                    self.order.append(name)
                 if type(command) is ds_schedule.ForwardPass:
                     command = MaskedForwardPass(command.buffer_id, num_forward, self._masks[num_forward])
                     num_forward += 1
-                    self.order += "F"
                 elif type(command) is ds_schedule.BackwardPass:
                     command = MaskedBackwardPass(command.buffer_id, num_backward, self._masks[num_backward])
                     num_backward += 1
-                    self.order += "B"
                 masked_commands.append(command)
             yield masked_commands
 
@@ -129,7 +131,7 @@ class FreezeEngineMixin:
                 self._step_hooks.finish()
         if self._observed and not self._step_applied:
             self.freeze_controller.forget_gradients()
-        self._order = schedule.order
+        self._order = " ".join(schedule.order)
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
         """As stock; afterwards the controller takes the step's loss and timings."""

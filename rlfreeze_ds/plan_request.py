@@ -15,7 +15,7 @@ from rlfreeze_ds.freezing.shape import StageShape
 from rlfreeze_ds.planning.dag import PipelineDag
 from rlfreeze_ds.planning.fit import StageFit, fit_transfer
 from rlfreeze_ds.planning.progress import StageGradients, StageProgress, measured_stages
-from rlfreeze_ds.planning.schedule import from_kinds
+from rlfreeze_ds.planning.schedule import from_commands
 
 # Rounding of a mean over the micro-batches.
 _TOLERANCE = 1e-6
@@ -27,7 +27,7 @@ class PlanRequest:
 
     Attributes:
         step: the step that the decision is for.
-        orders: per stage, its forwards and backwards as it runs them, such as "FFBFBB".
+        orders: per stage, what it does in a step, such as "F SA RG B ...": the words of ``from_commands``.
         shapes, fits, eligible, gradients: per stage.
         num_replicas: data-parallel replicas of each stage.
         normalised: whether the optimizer normalises each element's step, as Adam does.
@@ -128,7 +128,7 @@ def answer(request: PlanRequest) -> PlanAnswer:
     Raises:
         SolverError: no solver gave an answer that holds.
     """
-    dag = PipelineDag(from_kinds(request.orders))
+    dag = PipelineDag(from_commands(request.orders))
     stages = request.stages()
     transfer_s = request.transfer_s
     if request.unfrozen_makespan_s is not None:

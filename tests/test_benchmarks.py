@@ -9,13 +9,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from rlfreeze_ds.planning.cost_model import Costs, Duration
+from rlfreeze_ds.planning.profile import write_profile
+from rlfreeze_ds.planning.schedule import one_f_one_b
+
 ROOT = Path(__file__).parent.parent
+TINY = ("--warmup", "1", "--width", "16")
 
 
 def run_small(tmp_path: Path, script: str, *flags: str) -> dict[str, Any]:
     record = tmp_path / "record.json"
     done = subprocess.run(
-        [sys.executable, f"benchmarks/{script}", "--steps", "4", "--warmup", "1", "--width", "16", *flags, "--json", str(record)],
+        [sys.executable, f"benchmarks/{script}", "--steps", "4", *flags, "--json", str(record)],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
         timeout=200, check=False,
     )  # fmt: skip
@@ -24,15 +31,35 @@ def run_small(tmp_path: Path, script: str, *flags: str) -> dict[str, Any]:
 
 
 def test_overhead_smoke(tmp_path: Path) -> None:
-    figures = run_small(tmp_path, "overhead.py")
+    figures = run_small(tmp_path, "overhead.py", *TINY)
     assert figures["median_ratio"] > 0 and figures["options"]["steps"] == 4
 
 
 def test_savings_smoke(tmp_path: Path) -> None:
     """Bytes are exact, whatever the machine: what is frozen is not reduced."""
-    for job, engines in run_small(tmp_path, "savings.py", "--rows", "8")["figures"].items():
+    for job, engines in run_small(tmp_path, "savings.py", *TINY, "--rows", "8")["figures"].items():
         reduced = {name: figures["mib_reduced"] for name, figures in engines.items()}
         # Under ZeRO the criterion sums two numbers per unit over the replicas.
         assert 0 <= reduced["ratio 0.0"] - reduced["stock"] <= 0.002 and reduced["stock"] > 0, job
         assert all(figures["peak_mib"] >= 0 and figures["activations_kept_mib"] > 0 for figures in engines.values())
         assert reduced["ratio 0.8"] < 0.5 * reduced["stock"] and reduced["ratio 0.5"] < 0.8 * reduced["stock"], job
+
+
+def test_emulated_pipeline_smoke(tmp_path: Path) -> None:
+    schedule = one_f_one_b(2, 4)
+    seconds = {"F": Duration(0.1, 0.1), "B": Duration(0.3, 0.1)}
+    write_profile(tmp_path / "profile.csv", schedule, Costs({i: seconds[i.kind] for i in schedule.instructions}))
+    record = run_small(
+        tmp_path, "emulated_pipeline.py", "--profile", str(tmp_path / "profile.csv"), "--scale", "0.1", "--ratios", "0.8",
+        "--units", "4",
+    )  # fmt: skip
+    stock, ours = record["figures"]["stock"], record["figures"]["ratio 0.8"]
+    assert record["emulated"] and str(tmp_path) not in json.dumps(record)
+    # (micro-batches + stages - 1) * (F + B)
+    assert stock["where_the_seconds_go"]["dag_of_profile_and_masks_s"] == pytest.approx(5 * 0.04)
+    assert stock["freeze_ratio_of_seconds"] == 0 < ours["freeze_ratio_of_seconds"] <= 0.8
+    for figures in (stock, ours):
+        parts = figures["where_the_seconds_go"]
+        # Nothing is skipped that the masks do not skip, and what they skip (W takes 0.02 s) is not slept.
+        assert figures["batch_s"]["median"] >= 0.98 * parts["dag_of_profile_and_masks_s"]
+        assert -0.001 < parts["backward_beyond_profile_s"]["median"] < 0.01

@@ -25,9 +25,9 @@ def shapes(barrier: int = UNITS) -> list[StageShape]:
     return [StageShape(stage, names, weights, tuple(range(UNITS)), barrier) for stage in range(2)]
 
 
-def decided(barrier: int = UNITS, **block: object) -> tuple[FreezeConfig, Decision]:
+def decided(barrier: int = UNITS, input_gradient_s: float = 1.0, **block: object) -> tuple[FreezeConfig, Decision]:
     config = FreezeConfig.model_validate({"enabled": True, "planning": {"time_slack": 0.0}, **block})
-    fits = [StageFit(1.0, 2.0, 1.0, 1.0), StageFit(1.0, 2.0, 1.0)]
+    fits = [StageFit(1.0, 2.0, 1.0, input_gradient_s), StageFit(1.0, 2.0, 1.0)]
     progress = equal_stages(2, MICRO_BATCHES)
     triples = zip(shapes(barrier), fits, progress.values(), strict=True)
     stages = [StageFacts(shape, fit, (True,) * UNITS, kept) for shape, fit, kept in triples]
@@ -56,8 +56,8 @@ def test_no_unit_is_frozen_in_more_than_its_limit_of_a_steps_micro_batches() -> 
 
 
 def test_a_first_stage_freezes_whole_only_where_a_prefix_saves_input_gradients() -> None:
-    for barrier, whole in ((UNITS, True), (0, False)):
-        config, decision = decided(barrier)
+    for barrier, input_gradient_s, whole in ((UNITS, 1.0, True), (0, 1.0, False), (UNITS, 0.1, False)):
+        config, decision = decided(barrier, input_gradient_s)
         decision = replace(decision, ratios=((0.4,) * MICRO_BATCHES,) * 2)
         sizes = {len(mask) for step in range(50) for mask in decision.masks(config, shapes(barrier)[0], step)}
         assert (sizes <= {0, UNITS}) == whole

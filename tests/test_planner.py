@@ -27,7 +27,7 @@ from rlfreeze_ds.planning.builders import one_f_one_b
 from rlfreeze_ds.planning.dag import PipelineDag
 from rlfreeze_ds.planning.fit import StageFit
 from rlfreeze_ds.planning.progress import StageGradients
-from rlfreeze_ds.planning.schedule import from_kinds
+from rlfreeze_ds.planning.schedule import from_commands
 from tests import jobs
 from tests.harness import run_ranks
 from tests.planning.test_main import python
@@ -36,7 +36,7 @@ from tests.test_engine import QUICK, build, dp_rank, slow_weight_gradients
 ROOT = Path(__file__).parents[1]
 MICRO_BATCHES = 4
 UNITS = 4
-ORDERS = ("FFBFBFBB", "FBFBFBFB")
+ORDERS = ("F F B F B F B B", "F B F B F B F B")
 REQUEST = PlanRequest(
     step=7,
     config=FreezeConfig(enabled=True),
@@ -124,7 +124,7 @@ def test_a_request_and_its_answer_survive_json() -> None:
 def test_an_answer_is_the_decision_for_the_transfer_that_meets_the_measured_batch() -> None:
     answered = answer(REQUEST)
     dag = PipelineDag(one_f_one_b(2, MICRO_BATCHES))
-    assert from_kinds(ORDERS) == dag.schedule
+    assert from_commands(ORDERS).ranks == dag.schedule.ranks
     assert answered.decision == decide(7, REQUEST.config, dag, REQUEST.stages(), answered.transfer_s)
     assert answered.transfer_s > 0 and answered.decision.unfrozen_makespan_s == pytest.approx(16.0)
     assert answer(replace(REQUEST, unfrozen_makespan_s=None, transfer_s=0.5)).transfer_s == 0.5

@@ -10,23 +10,47 @@ import networkx as nx
 
 from rlfreeze_ds.errors import ScheduleError
 from rlfreeze_ds.planning.instruction import Instruction, required_predecessors
-from rlfreeze_ds.planning.schedule import Schedule
+from rlfreeze_ds.planning.schedule import Schedule, Transfer
 
 
 def build_graph(schedule: Schedule) -> nx.DiGraph:
-    """Instructions as nodes, "has to end before" as edges, at most three a node; may contain a cycle.
+    """Instructions as nodes, "has to end before" as edges; may contain a cycle.
 
-    Edge attribute ``cross_rank``: the edge carries a tensor from one rank to another.
+    Edge attribute ``num_transfers``: how many transfers between ranks lie on the way, one after the other. That is 0 or 1,
+    unless transfers block: then an instruction also waits for what keeps a transfer before it from starting.
     """
     graph = nx.DiGraph()
     graph.add_nodes_from(schedule.instructions)
     for rank in schedule.ranks:
-        graph.add_edges_from(pairwise(rank), cross_rank=False)
+        graph.add_edges_from(pairwise(rank), num_transfers=0)
     for instruction in schedule.instructions:
         for alternatives in required_predecessors(instruction, schedule.num_stages):
             predecessor = next(i for i in alternatives if i in graph)
-            cross_rank = schedule.rank_of(predecessor.stage_id) != schedule.rank_of(instruction.stage_id)
-            graph.add_edge(predecessor, instruction, cross_rank=cross_rank)
+            crosses = schedule.rank_of(predecessor.stage_id) != schedule.rank_of(instruction.stage_id)
+            graph.add_edge(predecessor, instruction, num_transfers=int(crosses))
+    return _with_blocking_transfers(graph, schedule) if schedule.blocking else graph
+
+
+def _with_blocking_transfers(graph: nx.DiGraph, schedule: Schedule) -> nx.DiGraph:
+    """A transfer that blocks is a node in the order of both its ranks; a path through such nodes becomes an edge."""
+    order = nx.DiGraph()
+    for rank in schedule.blocking:
+        order.add_edges_from(pairwise(rank))
+    if not nx.is_directed_acyclic_graph(order):
+        return order  # the ranks block each other; the cycle shows where
+    # Per transfer: the instructions it waits for, each with the transfers from there up to this one.
+    waits: dict[Transfer, dict[Instruction, int]] = {}
+    for node in nx.topological_sort(order):
+        found: dict[Instruction, int] = {}
+        for before in order.pred[node]:
+            for instruction, count in ({before: 0} if isinstance(before, Instruction) else waits[before]).items():
+                found[instruction] = max(count, found.get(instruction, 0))
+        if isinstance(node, Transfer):
+            waits[node] = {instruction: count + 1 for instruction, count in found.items()}
+            continue
+        for instruction, count in found.items():
+            present = graph.get_edge_data(instruction, node, {"num_transfers": 0})
+            graph.add_edge(instruction, node, num_transfers=max(count, present["num_transfers"]))
     return graph
 
 
@@ -79,7 +103,7 @@ class Timeline:
             latest_end = makespan
             for successor, edge in self.dag.graph.adj[instruction].items():
                 latest_start = self.start[successor] + slack[successor]
-                latest_end = min(latest_end, latest_start - self.transfer_s * edge["cross_rank"])
+                latest_end = min(latest_end, latest_start - self.transfer_s * edge["num_transfers"])
             slack[instruction] = latest_end - self.end[instruction]
         return slack
 
@@ -92,7 +116,7 @@ class Timeline:
             predecessors = self.dag.graph.pred[path[-1]]
             if not predecessors:
                 return tuple(reversed(path))
-            path.append(max(predecessors, key=lambda i: self.end[i] + self.transfer_s * predecessors[i]["cross_rank"]))
+            path.append(max(predecessors, key=lambda i: self.end[i] + self.transfer_s * predecessors[i]["num_transfers"]))
 
 
 class PipelineDag:
@@ -117,7 +141,7 @@ class PipelineDag:
         position = {instruction: index for index, instruction in enumerate(self.order)}
         predecessors = (self.graph.pred[instruction] for instruction in self.order)
         self._predecessors = tuple(
-            tuple((position[p], float(edge["cross_rank"])) for p, edge in edges.items()) for edges in predecessors
+            tuple((position[p], float(edge["num_transfers"])) for p, edge in edges.items()) for edges in predecessors
         )
 
     def simulate(self, seconds: Mapping[Instruction, float], transfer_s: float = 0.0) -> Timeline:
@@ -125,7 +149,7 @@ class PipelineDag:
 
         Args:
             seconds: duration of every instruction.
-            transfer_s: seconds on each edge from one rank to another.
+            transfer_s: seconds of a transfer from one rank to another.
 
         Raises:
             ScheduleError: an instruction has no duration.
@@ -135,8 +159,8 @@ class PipelineDag:
         try:
             for instruction, predecessors in zip(self.order, self._predecessors, strict=True):
                 start = 0.0
-                for index, crosses in predecessors:
-                    start = max(start, ends[index] + transfer_s * crosses)
+                for index, num_transfers in predecessors:
+                    start = max(start, ends[index] + transfer_s * num_transfers)
                 starts.append(start)
                 ends.append(start + seconds[instruction])
         except KeyError as error:

@@ -33,7 +33,7 @@ GROWTH = 1.5
 
 @dataclass(frozen=True)
 class Rule:
-    """The end of ``before`` at position j, and a transfer if it crosses ranks, come before the start of ``after`` at j + shift.
+    """The end of ``before`` at position j, and ``num_transfers`` transfers, come before the start of ``after`` at j + shift.
 
     ``positions``: where it has to be asked for, so that it holds everywhere.
     """
@@ -41,7 +41,7 @@ class Rule:
     before: Track
     after: Track
     shift: int
-    cross_rank: bool
+    num_transfers: int
     positions: tuple[int, ...]
 
 
@@ -69,8 +69,8 @@ class Fold:
             self.knots = self._sparse_knots(found)
         self._is_knot = {track: frozenset(knots) for track, knots in self.knots.items()}
         self.rules = [
-            Rule(before, after, shift, crosses, tuple(self._positions(before, after, shift, positions)))
-            for (before, after, shift, crosses), positions in found.items()
+            Rule(before, after, shift, num_transfers, tuple(self._positions(before, after, shift, positions)))
+            for (before, after, shift, num_transfers), positions in found.items()
         ]
 
     def place(self, instruction: Instruction) -> tuple[Track, int]:
@@ -126,7 +126,8 @@ class Fold:
             yield from (j for j in range(first, last + 1) if j in (first, last) or j in here or j + shift in there)
 
 
-_Family = tuple[Track, Track, int, bool]
+_Family = tuple[Track, Track, int, int]
+"""(before, after, shift, number of transfers between them)."""
 
 
 def spaced(length: int) -> list[int]:
@@ -147,12 +148,12 @@ def _families(dag: PipelineDag, period: int) -> dict[_Family, list[int]]:
     for before, edges in dag.graph.adj.items():
         for after, edge in edges.items():
             same_rank = rank_of(before.stage_id) == rank_of(after.stage_id)
-            if same_rank and place_in_rank[after] != place_in_rank[before] + 1:
+            if same_rank and not edge["num_transfers"] and place_in_rank[after] != place_in_rank[before] + 1:
                 continue  # follows from the order of the rank
             j, residue = divmod(before.micro_batch_id, period)
             k, other = divmod(after.micro_batch_id, period)
-            key = ((before.stage_id, before.kind, residue), (after.stage_id, after.kind, other), k - j, edge["cross_rank"])
-            families.setdefault(key, []).append(j)
+            tracks = (before.stage_id, before.kind, residue), (after.stage_id, after.kind, other)
+            families.setdefault((*tracks, k - j, edge["num_transfers"]), []).append(j)
     return {key: sorted(positions) for key, positions in families.items()}
 
 

@@ -207,7 +207,7 @@ class _Model:
 
     def _add_rules(self) -> None:
         for rule in self._fold.rules:
-            transfer = self._program.costs.transfer_s / self._unit_s if rule.cross_rank else 0.0
+            transfer = rule.num_transfers * self._program.costs.transfer_s / self._unit_s
             for position in rule.positions:
                 terms, seconds = self._end(rule.before, position)
                 later = self._fold.weights(rule.after, position + rule.shift)

@@ -13,6 +13,16 @@ from rlfreeze_ds.planning.instruction import Instruction
 
 
 @dataclass(frozen=True)
+class Transfer:
+    """What ``sender`` made, on its way to the neighbouring rank that needs it."""
+
+    sender: Instruction
+
+    def __str__(self) -> str:
+        return f"transfer of {self.sender}"
+
+
+@dataclass(frozen=True)
 class Problem:
     """What makes a schedule invalid, and the instructions to look at (for a reader that knows their lines)."""
 
@@ -27,11 +37,17 @@ class Schedule:
     A rank may hold several stages, a stage is on one rank. A (stage, micro-batch) has one F and either one B, or one I
     and one W. Stages and micro-batches count from 0 without gaps.
 
+    Attributes:
+        ranks: per rank, its instructions in order.
+        blocking: ``ranks`` with the transfers in their places, where a rank does nothing else until the other rank has come
+            to the same transfer and it is done, as in DeepSpeed's engine; empty where a transfer keeps no rank.
+
     Raises:
         ScheduleError: the order is incomplete or contradictory.
     """
 
     ranks: tuple[tuple[Instruction, ...], ...]
+    blocking: tuple[tuple[Instruction | Transfer, ...], ...] = ()
 
     def __post_init__(self) -> None:
         problem = find_problem(self.ranks)
@@ -140,68 +156,86 @@ def _find_kind_problem(kinds: dict[tuple[int, int], set[str]]) -> Problem | None
 def from_pipe_schedules(pipe_schedules: Sequence[Iterable[Iterable[Any]]]) -> Schedule:
     """The order that DeepSpeed will really run.
 
-    ``TrainSchedule`` has one stage a rank. The commands of ``DualPipeVSchedule`` (from DeepSpeed 0.19 on) carry a
-    ``phase``, and a rank has two stages, laid out as a V: rank r runs stage r in phase 0 and stage 2 * num_ranks - 1 - r
-    in phase 1. A forward and a backward that DualPipeV pairs for their communication are two commands, one after the
-    other, and its backwards are whole (B).
+    ``TrainSchedule`` has one stage a rank, and transfers that block. The commands of ``DualPipeVSchedule`` (from DeepSpeed
+    0.19 on) carry a ``phase``, and a rank has two stages, laid out as a V: rank r runs stage r in phase 0 and stage
+    2 * num_ranks - 1 - r in phase 1. A forward and a backward that DualPipeV pairs for their communication are two commands,
+    one after the other, its backwards are whole (B), and its transfers are put together and keep no rank.
 
     Args:
-        pipe_schedules: a ``deepspeed.runtime.pipe.schedule.PipeSchedule`` per rank, rank 0 first. A command counts as
-            a forward or backward when its class or a base class is named ``...ForwardPass`` or ``...BackwardPass``; the
-            i-th of a stage is micro-batch i. Every other command is skipped.
+        pipe_schedules: a ``deepspeed.runtime.pipe.schedule.PipeSchedule`` per rank, rank 0 first. The i-th command of a kind
+            and stage is that of micro-batch i.
 
     Raises:
         ScheduleError: a stage runs no forward, or not as many backwards as forwards; a phase is neither 0 nor 1.
     """
-    ranks = []
-    for rank, pipe_schedule in enumerate(pipe_schedules):
-        stage_of_phase = {0: rank, 1: 2 * len(pipe_schedules) - 1 - rank}
-        order: list[Instruction] = []
-        counts: dict[int, dict[str, int]] = {rank: {"F": 0, "B": 0}}
-        for commands in pipe_schedule:
-            for command in commands:
-                kind = _kind_of(command)
-                if kind is None:
-                    continue
-                phase = getattr(command, "phase", 0)
-                if phase not in stage_of_phase:
-                    raise ScheduleError(
-                        f"the pipe schedule of rank {rank} has {command!r}: its phase must be 0 or 1, the two stages of "
-                        "a rank under DualPipeV; pass DeepSpeed's TrainSchedule or DualPipeVSchedule."
-                    )
-                stage_counts = counts.setdefault(stage_of_phase[phase], {"F": 0, "B": 0})
-                order.append(Instruction(stage_of_phase[phase], stage_counts[kind], kind))
-                stage_counts[kind] += 1
-        for stage_id, stage_counts in counts.items():
-            if stage_counts["F"] == 0 or stage_counts["F"] != stage_counts["B"]:
-                raise ScheduleError(
-                    f"the pipe schedule of rank {rank}: stage {stage_id} runs {stage_counts['F']} forwards and "
-                    f"{stage_counts['B']} backwards; a training schedule runs as many of each, at least 1. "
-                    "Pass one training PipeSchedule per rank."
-                )
-        ranks.append(tuple(order))
-    return Schedule(tuple(ranks))
+    ranks = [[command for commands in schedule for command in commands] for schedule in pipe_schedules]
+    if any(hasattr(command, "phase") for rank in ranks for command in rank):
+        return Schedule(tuple(_dual_pipe_v(rank, len(ranks), commands) for rank, commands in enumerate(ranks)))
+    return from_commands([" ".join(filter(None, map(command_name, commands))) for commands in ranks])
 
 
-def from_kinds(orders: Sequence[str]) -> Schedule:
-    """One stage a rank, each stage's execution order spelt in kinds: in "FFBFBB" the i-th F and the i-th B are micro-batch i.
+# A forward, a backward, and the two ends of the transfers of what they make.
+_NAMES = {
+    "ForwardPass": "F", "BackwardPass": "B",
+    "SendActivation": "SA", "RecvActivation": "RA", "SendGrad": "SG", "RecvGrad": "RG",
+}  # fmt: skip
+_TRANSFERS = {"SA": ("F", 0), "RA": ("F", -1), "SG": ("B", 0), "RG": ("B", 1)}
+"""Of a transfer: what made it, how many stages away."""
+
+
+def command_name(command: Any) -> str | None:
+    """The name in :func:`from_commands` of a DeepSpeed command; None for one that a plan need not know."""
+    bases = [base.__name__ for base in type(command).__mro__]
+    return next((name for suffix, name in _NAMES.items() for base in bases if base.endswith(suffix)), None)
+
+
+def from_commands(orders: Sequence[str]) -> Schedule:
+    """One stage a rank, each rank's execution order in words, such as "RA F SA RG B SG": the i-th of each kind is of
+    micro-batch i. F and B are instructions; SA, RA, SG and RG send and receive an activation or a gradient, and block.
 
     Raises:
-        ScheduleError: an unknown kind, or not the same micro-batches everywhere.
+        ScheduleError: an unknown word, a stage without a forward, or not the same micro-batches everywhere.
     """
-    ranks = []
+    ranks: list[tuple[Instruction | Transfer, ...]] = []
     for stage_id, order in enumerate(orders):
         counts: Counter[str] = Counter()
-        rank = []
-        for kind in order:
-            rank.append(Instruction(stage_id, counts[kind], kind))
-            counts[kind] += 1
+        rank: list[Instruction | Transfer] = []
+        for name in order.split():
+            kind, stages_away = _TRANSFERS.get(name, (name, 0))
+            instruction = Instruction(stage_id + stages_away, counts[name], kind)
+            rank.append(Transfer(instruction) if name in _TRANSFERS else instruction)
+            counts[name] += 1
+        _check_backwards(stage_id, stage_id, counts)
         ranks.append(tuple(rank))
-    return Schedule(tuple(ranks))
+    instructions = tuple(tuple(i for i in rank if isinstance(i, Instruction)) for rank in ranks)
+    return Schedule(instructions, tuple(ranks))
 
 
-def _kind_of(command: Any) -> str | None:
-    names = [base.__name__ for base in type(command).__mro__]
-    if any(name.endswith("ForwardPass") for name in names):
-        return "F"
-    return "B" if any(name.endswith("BackwardPass") for name in names) else None
+def _dual_pipe_v(rank: int, num_ranks: int, commands: Sequence[Any]) -> tuple[Instruction, ...]:
+    stage_of_phase = {0: rank, 1: 2 * num_ranks - 1 - rank}
+    order = []
+    counts: dict[int, Counter[str]] = {rank: Counter()}
+    for command in commands:
+        kind = command_name(command)
+        if kind not in ("F", "B"):
+            continue
+        phase = getattr(command, "phase", 0)
+        if phase not in stage_of_phase:
+            raise ScheduleError(
+                f"the pipe schedule of rank {rank} has {command!r}: its phase must be 0 or 1, the two stages of "
+                "a rank under DualPipeV; pass DeepSpeed's TrainSchedule or DualPipeVSchedule."
+            )
+        stage_counts = counts.setdefault(stage_of_phase[phase], Counter())
+        order.append(Instruction(stage_of_phase[phase], stage_counts[kind], kind))
+        stage_counts[kind] += 1
+    for stage_id, stage_counts in counts.items():
+        _check_backwards(rank, stage_id, stage_counts)
+    return tuple(order)
+
+
+def _check_backwards(rank: int, stage_id: int, counts: Counter[str]) -> None:
+    if counts["F"] == 0 or counts["F"] != counts["B"]:
+        raise ScheduleError(
+            f"the pipe schedule of rank {rank}: stage {stage_id} runs {counts['F']} forwards and {counts['B']} backwards; "
+            "a training schedule runs as many of each, at least 1. Pass one training PipeSchedule per rank."
+        )

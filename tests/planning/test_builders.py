@@ -58,7 +58,7 @@ def test_one_f_one_b_is_deepspeeds_order() -> None:
     deepspeed_schedule = pytest.importorskip("deepspeed.runtime.pipe.schedule")
     for num_stages, num_micro_batches in SIZES:
         real = [deepspeed_schedule.TrainSchedule(num_micro_batches, num_stages, s) for s in range(num_stages)]
-        assert from_pipe_schedules(real) == one_f_one_b(num_stages, num_micro_batches)
+        assert from_pipe_schedules(real).ranks == one_f_one_b(num_stages, num_micro_batches).ranks
 
 
 def test_gpipe_is_all_forwards_then_backwards_in_reverse() -> None:

@@ -1,10 +1,12 @@
+import random
+
 import pytest
 
 from rlfreeze_ds.errors import ScheduleError
 from rlfreeze_ds.planning.builders import gpipe, one_f_one_b
 from rlfreeze_ds.planning.dag import PipelineDag
 from rlfreeze_ds.planning.instruction import Instruction
-from rlfreeze_ds.planning.schedule import Schedule
+from rlfreeze_ds.planning.schedule import Schedule, Transfer, from_pipe_schedules
 
 
 def schedule(*ranks: str) -> Schedule:
@@ -26,8 +28,8 @@ def test_uniform_stages_have_the_closed_form(build, num_stages: int, num_micro_b
 
 def test_edges_and_which_of_them_cross_ranks() -> None:
     graph = PipelineDag(schedule("0F0 2F0 2B0 0B0", "1F0 1I0 1W0")).graph
-    crossing = {f"{a}-{b}" for a, b, crosses in graph.edges(data="cross_rank") if crosses}
-    staying = {f"{a}-{b}" for a, b, crosses in graph.edges(data="cross_rank") if not crosses}
+    crossing = {f"{a}-{b}" for a, b, crosses in graph.edges(data="num_transfers") if crosses}
+    staying = {f"{a}-{b}" for a, b, crosses in graph.edges(data="num_transfers") if not crosses}
     assert crossing == {"0F0-1F0", "1F0-2F0", "2B0-1I0", "1I0-0B0"}
     assert staying == {"0F0-2F0", "2F0-2B0", "2B0-0B0", "1F0-1I0", "1I0-1W0", "0F0-0B0"}
 
@@ -100,3 +102,51 @@ def test_empty_and_zero_batches_have_no_bubble() -> None:
 def test_a_missing_duration_is_named() -> None:
     with pytest.raises(ScheduleError, match="0F0 has no duration"):
         PipelineDag(one_f_one_b(1, 1)).simulate({})
+
+
+def rendezvous(blocking: tuple, seconds: dict[Instruction, float], transfer_s: float) -> float:
+    """A batch played rank by rank: a rank at a transfer stands until the other one is there too, then both go on together."""
+    at, clock = [0] * len(blocking), [0.0] * len(blocking)
+    waiting: dict[Transfer, int] = {}
+    ready = list(range(len(blocking)))
+    while ready:
+        rank = ready.pop()
+        while at[rank] < len(blocking[rank]):
+            node = blocking[rank][at[rank]]
+            if isinstance(node, Instruction):
+                clock[rank] += seconds[node]
+            elif node in waiting:
+                other = waiting.pop(node)
+                clock[rank] = clock[other] = max(clock[rank], clock[other]) + transfer_s
+                at[other] += 1
+                ready.append(other)
+            else:
+                waiting[node] = rank
+                break
+            at[rank] += 1
+    assert not waiting
+    return max(clock)
+
+
+@pytest.mark.parametrize(("num_stages", "num_micro_batches"), [(1, 3), (2, 1), (2, 5), (3, 4), (4, 8), (5, 3), (8, 12)])
+def test_blocking_transfers_are_those_of_deepspeeds_engine(num_stages: int, num_micro_batches: int) -> None:
+    deepspeed_schedule = pytest.importorskip("deepspeed.runtime.pipe.schedule")
+    built = from_pipe_schedules(
+        [deepspeed_schedule.TrainSchedule(num_micro_batches, num_stages, stage_id) for stage_id in range(num_stages)]
+    )
+    dag, free = PipelineDag(built), PipelineDag(one_f_one_b(num_stages, num_micro_batches))
+    rng = random.Random(num_stages)
+    for _ in range(20):
+        seconds = {i: rng.choice([0.0, 0.1, 1.0]) + rng.random() for i in built.instructions}
+        for transfer_s in (0.0, 0.01, 0.5):
+            makespan = dag.simulate(seconds, transfer_s).makespan
+            assert makespan == pytest.approx(rendezvous(built.blocking, seconds, transfer_s))
+            assert makespan >= free.simulate(seconds, transfer_s).makespan - 1e-9
+
+
+def test_ranks_that_block_each_other_are_named() -> None:
+    (first, second), away = one_f_one_b(2, 1).ranks, Transfer(Instruction(0, 0, "F"))
+    back = Transfer(Instruction(1, 0, "B"))
+    blocking = ((first[0], back, away, first[1]), (away, second[0], second[1], back))
+    with pytest.raises(ScheduleError, match="transfer of 0F0"):
+        PipelineDag(Schedule((first, second), blocking))

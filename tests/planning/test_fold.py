@@ -9,7 +9,7 @@ from rlfreeze_ds.planning.cost_model import Costs, Duration
 from rlfreeze_ds.planning.dag import PipelineDag
 from rlfreeze_ds.planning.fold import Fold, spaced
 from rlfreeze_ds.planning.progress import equal_stages
-from rlfreeze_ds.planning.schedule import Schedule
+from rlfreeze_ds.planning.schedule import Schedule, from_pipe_schedules
 from rlfreeze_ds.planning.solver import Limits, solve
 
 
@@ -36,10 +36,16 @@ def in_two_chunks(num_ranks: int, num_micro_batches: int) -> Schedule:
     return interleaved_1f1b(num_ranks, num_micro_batches, 2)
 
 
+def with_blocking_transfers(num_stages: int, num_micro_batches: int) -> Schedule:
+    schedule = pytest.importorskip("deepspeed.runtime.pipe.schedule")
+    return from_pipe_schedules([schedule.TrainSchedule(num_micro_batches, num_stages, s) for s in range(num_stages)])
+
+
 CASES = [
     (one_f_one_b, 4, 32, None), (one_f_one_b, 4, 32, 1), (one_f_one_b, 8, 64, None), (one_f_one_b, 8, 64, 2),
     (one_f_one_b, 8, 24, 3), (one_f_one_b, 3, 100, 4), (one_f_one_b, 12, 48, 5), (gpipe, 4, 48, 6), (one_f_one_b, 6, 6, 7),
     (in_two_chunks, 4, 32, None), (in_two_chunks, 4, 32, 8),
+    (with_blocking_transfers, 4, 32, 11), (with_blocking_transfers, 8, 48, 12),
     (zb_h1, 4, 32, None), (zb_h1, 4, 32, 9), (zbv, 4, 32, None), (zbv, 4, 32, 10),
 ]  # fmt: skip
 
