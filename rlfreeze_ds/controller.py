@@ -184,6 +184,7 @@ class FreezeController:
                     self._ask(order)
                 elif self._drifts():
                     self.drifted = True
+                    self.history.rebase(self.step - DRIFT_STEPS // 2)
                     self._ask(order)
             if self.planner.pending and self.decision is None:
                 self.phase_step = 0  # nothing to ramp up to yet

@@ -58,14 +58,39 @@ class StepHistory:
 
     def add(self, timing: StepTiming, masks: StepMasks) -> None:
         """Take a step whose times are known."""
+        kept = self._calibration if masks.phase in ("warmup", "profile") else self._recent
+        kept.append(self._measured(timing, masks))
+
+    def _measured(self, timing: StepTiming, masks: StepMasks) -> _Measured:
         forward = tuple(seconds for (kind, _), seconds in timing.seconds.items() if kind == "F")
         backward = []
         for (kind, micro_batch_id), seconds in timing.seconds.items():
             if kind != "F":
                 mask = masks.masks[micro_batch_id]
                 backward.append((mask, self.shape.prefix_share(mask), seconds))
-        kept = self._calibration if masks.phase in ("warmup", "profile") else self._recent
-        kept.append(_Measured(timing, masks, forward, tuple(backward)))
+        return _Measured(timing, masks, forward, tuple(backward))
+
+    def rebase(self, since_step: int) -> None:
+        """The machine is another since ``since_step``: what was measured before counts as so much slower, or faster, as the steps
+        since then are on average. They alone rarely show a stage unfrozen or frozen whole, which a fit needs."""
+        fit, fresh = self.fit(), [step for step in self._recent if step.masks.step >= since_step]
+        if fit is None or not fresh:
+            return
+        forward = _ratio([(seconds, fit.forward_s) for step in fresh for seconds in step.forward_s])
+        backward = _ratio(
+            [
+                (seconds, fit.backward(sum(fit.unit_shares[unit] for unit in mask), prefix_share))
+                for step in fresh
+                for mask, prefix_share, seconds in step.backward
+            ]
+        )
+        whole = (forward * fit.forward_s + backward * fit.backward_s) / ((fit.forward_s + fit.backward_s) or 1.0)
+        for index, step in enumerate(self._calibration):
+            seconds = {key: value * (forward if key[0] == "F" else backward) for key, value in step.timing.seconds.items()}
+            timing = StepTiming(step.timing.step, seconds, whole * step.timing.makespan_s)
+            self._calibration[index] = self._measured(timing, step.masks)
+        self._recent.clear()
+        self._recent.extend(fresh)
 
     def fit(self) -> StageFit | None:
         """Seconds of the stage as a function of its mask; None before anything was measured."""
@@ -107,6 +132,12 @@ class StepHistory:
             seconds = {(kind, micro_batch_id): value for kind, micro_batch_id, value in row["seconds"]}
             masks = StepMasks(row["step"], row["phase"], tuple(tuple(mask) for mask in row["masks"]))
             self.add(StepTiming(row["step"], seconds, row["makespan_s"]), masks)
+
+
+def _ratio(pairs: list[tuple[float, float]]) -> float:
+    """Median of measured over expected; 1 where nothing was."""
+    ratios = [measured / expected for measured, expected in pairs if expected > 0 and np.isfinite(measured)]
+    return float(np.median(ratios)) if ratios else 1.0
 
 
 def _rows(steps: deque[_Measured]) -> list[dict[str, Any]]:

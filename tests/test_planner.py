@@ -315,7 +315,7 @@ def test_a_worker_ends_with_a_parent_that_was_killed(tmp_path: Path) -> None:
 
 # -- jobs ----------------------------------------------------------------------------------------------------------------
 
-BACKGROUND = QUICK | {"planning": {"background": True, "time_limit_s": 60.0}, "ramp_steps": 4}
+BACKGROUND = QUICK | {"planning": {"background": True, "time_limit_s": 60.0, "drift_tolerance": 1e9}, "ramp_steps": 4}
 
 
 def train_step(engine: Any, step: int) -> dict[str, Any]:

@@ -9,7 +9,14 @@ from rlfreeze_ds.errors import ConfigError
 from rlfreeze_ds.planning.builders import one_f_one_b
 from rlfreeze_ds.planning.cost_model import Costs, Duration
 from rlfreeze_ds.planning.dag import PipelineDag
-from rlfreeze_ds.planning.progress import StageProgress, equal_stages, kept_by, kept_progress
+from rlfreeze_ds.planning.progress import (
+    StageGradients,
+    StageProgress,
+    equal_stages,
+    kept_by,
+    kept_progress,
+    measured_stages,
+)
 from rlfreeze_ds.planning.solver import Limits, available_solvers, solve
 
 
@@ -146,3 +153,32 @@ def test_parts_of_a_stage() -> None:
 def test_a_noise_scale_that_is_none(bad: float) -> None:
     with pytest.raises(ConfigError, match="noise_scale = .*must be a number >= 0"):
         equal_stages(2, 4, bad)
+
+
+NAN = math.nan
+
+
+def test_contributions_and_noise_from_what_was_seen() -> None:
+    # sqrt(4) * 3 = 6 and sqrt(9) * 2 = 6 on stage 0; sqrt(16) * 1 = 4 and nothing known on stage 1: the median of 4, 6, 6.
+    stages = [
+        StageGradients((3.0, 2.0), (1.0, NAN), (5.0, NAN), (4, 9)),
+        StageGradients((1.0, NAN), (NAN, NAN), (NAN, NAN), (16, 1)),
+    ]
+    found = measured_stages(stages, [(0, 1), (0,)], [1.0, 0.4], 8, normalised=True)
+    total = 6 + 6 + 4 + 6
+    # Noise scale 5 where it was seen, and on the others of that stage and of all stages.
+    assert found[0] == StageProgress(((6 / total, 5.0), (6 / total, 5.0)), 8)
+    assert found[1] == StageProgress(((4 / total, 5.0),), 8, eligible_share=0.4, fixed=6 / total)
+    assert kept_by(found, {}) == pytest.approx(1)
+    squares = measured_stages(stages, [(0, 1), (0,)], [1.0, 0.4], 8, normalised=False)
+    assert squares[0].units[0][0] == pytest.approx(9 / (9 + 4 + 1 + 4))
+
+
+def test_where_nothing_was_seen_the_worst_is_assumed() -> None:
+    nothing = StageGradients((NAN,), (NAN,), (NAN,), (10,))
+    found = measured_stages([nothing, nothing], [(0,), (0,)], [1.0, 1.0], 8, normalised=True)
+    assert found == equal_stages(2, 8, None)
+    # A signal of nothing is all noise.
+    silent = StageGradients((1.0,), (0.0,), (3.0,), (10,))
+    assert measured_stages([silent], [(0,)], [1.0], 8, normalised=True)[0].units == ((1.0, None),)
+    assert measured_stages([silent], [()], [0.0], 8, normalised=True)[0].kept(0.5) == 1.0
