@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
 
 from rlfreeze_ds.config import FreezeConfig
 from rlfreeze_ds.freezing.masks import Mask, step_masks
@@ -40,12 +41,17 @@ class Decision:
 
     def to_json(self) -> str:
         """The bytes that are broadcast and saved."""
-        return json.dumps(asdict(self), sort_keys=True)
+        return json.dumps(vars(self), sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Decision:
         """The reverse of :meth:`to_json`, exact."""
-        fields = json.loads(text)
+        return cls.from_fields(json.loads(text))
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> Decision:
+        """Of JSON values."""
+        fields = dict(fields)
         for key in ("ratios", "eligible"):
             fields[key] = tuple(tuple(row) for row in fields[key])
         return cls(**fields)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from rlfreeze_ds.config import FreezeConfig
@@ -75,7 +75,7 @@ class PlanAnswer:
 
     def to_json(self) -> str:
         """The reverse of :meth:`from_json`."""
-        return json.dumps({**vars(self), "decision": asdict(self.decision)})
+        return json.dumps({**vars(self), "decision": vars(self.decision)})
 
     @classmethod
     def from_json(cls, text: str) -> PlanAnswer:
@@ -88,7 +88,7 @@ class PlanAnswer:
             fields = json.loads(text)
             if "error" in fields:
                 raise SolverError(fields["error"])
-            decision = Decision.from_json(json.dumps(fields["decision"]))
+            decision = Decision.from_fields(fields["decision"])
             return cls(decision, float(fields["transfer_s"]), tuple(map(str, fields["warnings"])))
         except (TypeError, KeyError, ValueError, RecursionError) as error:
             raise SolverError(f"no answer but {text[:80]!r} ({type(error).__name__}: {error})") from None
@@ -126,8 +126,9 @@ def check_answer(request: PlanRequest, answer: PlanAnswer) -> None:
     wanted = [request.num_micro_batches] * len(request.shapes)
     _expect(sizes == wanted, "number of ratios", sizes, f"{wanted}")
     for stage_id, row in enumerate(decision.ratios):
-        for micro_batch_id, ratio in enumerate(row):
-            _expect(_in_range(ratio, 1.0), f"ratio of stage {stage_id}, micro-batch {micro_batch_id}", ratio, "0 to 1")
+        wrong = next((m for m, ratio in enumerate(row) if not _in_range(ratio, 1.0)), None)
+        if wrong is not None:
+            _expect(False, f"ratio of stage {stage_id}, micro-batch {wrong}", row[wrong], "0 to 1")
         mean = math.fsum(row) / len(row)
         _expect(mean <= limit + _TOLERANCE, f"mean ratio of stage {stage_id}", mean, f"at most {limit:g}")
     _expect(_in_range(decision.mean_freeze_ratio, 1.0 + _TOLERANCE), "mean ratio", decision.mean_freeze_ratio, "0 to 1")

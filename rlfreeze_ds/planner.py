@@ -128,7 +128,7 @@ class Planner:
         logger.info(f"step {step}: plan {decision.verdict}; eligible share {min(shares):.2f} to {max(shares):.2f}")
         self.run_log.write(
             "plan",
-            **{**asdict(decision), "eligible": None},
+            **{**vars(decision), "eligible": None},
             used_from_step=step,
             eligible_share=shares,
             statistics=[_quantiles(statistics) for statistics in self._statistics],
