@@ -35,6 +35,8 @@ from rlfreeze_ds.telemetry.run_log import RunLog
 
 # Steps between two looks at whether the predicted batch time comes true: enough for a median.
 DRIFT_STEPS = 16
+# Steps under the present plan that tell what a transfer takes.
+TRANSFER_STEPS = 8
 
 
 class FreezeController:
@@ -209,9 +211,9 @@ class FreezeController:
             return False
         message = ""
         if self.group.rank == 0:
-            measured_s = self.history.steady_makespan_s(self.planned, DRIFT_STEPS)
-            predicted_s = self.decision.predicted_makespan_s
-            drift = measured_s / predicted_s - 1 if measured_s is not None and predicted_s > 0 else 0.0
+            seconds = [seconds for _, seconds in self.history.steady(self.planned, DRIFT_STEPS)]
+            measured_s, predicted_s = float(np.median(seconds)) if seconds else 0.0, self.decision.predicted_makespan_s
+            drift = measured_s / predicted_s - 1 if seconds and predicted_s > 0 else 0.0
             if abs(drift) > self.config.planning.drift_tolerance:
                 message = f"batches take {measured_s:.4g} s, {drift:+.0%} against the plan's {predicted_s:.4g} s"
         message = self.group.broadcast(message)
@@ -254,7 +256,8 @@ class FreezeController:
     # -- plans: rank 0's process solves beside training, everyone acts on the same bytes -------------------------------
 
     def _ask(self, order: str) -> None:
-        self.asked = (self.step, order.count("F"))
+        num_micro_batches = order.count("F")
+        self.asked = (self.step, num_micro_batches)
         self.planner.ask(
             self.step,
             StageReport(
@@ -263,7 +266,9 @@ class FreezeController:
                 self.history.fit(),
                 self.criterion.statistics(),
                 self._gradients(),
-                self.history.unfrozen_makespan_s(order.count("F")),
+                self.decision if self._usable(num_micro_batches) else None,
+                self.history.steady(self.planned, TRANSFER_STEPS),
+                self.history.unfrozen_makespan_s(num_micro_batches),
             ),
         )
         if not self.config.planning.background:

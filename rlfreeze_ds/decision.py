@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from rlfreeze_ds.config import FreezeConfig
 from rlfreeze_ds.errors import TargetError
@@ -54,12 +55,17 @@ class Decision:
 
     def to_json(self) -> str:
         """The bytes that are broadcast and saved."""
-        return json.dumps(asdict(self), sort_keys=True)
+        return json.dumps(vars(self), sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Decision:
         """The reverse of :meth:`to_json`, exact."""
-        fields = json.loads(text)
+        return cls.from_fields(json.loads(text))
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> Decision:
+        """Of JSON values."""
+        fields = dict(fields)
         for key in ("ratios", "eligible", "unit_shares"):
             fields[key] = tuple(tuple(row) for row in fields[key])
         return cls(**fields)

@@ -111,14 +111,15 @@ class StepHistory:
         ]
         return float(np.median(measured)) if measured else None
 
-    def steady_makespan_s(self, since_step: int, num_steps: int) -> float | None:
-        """Median over the last ``num_steps`` steps of the steady phase since ``since_step``; None if there were not as many."""
-        steady = [
-            step.timing.makespan_s
+    def steady(self, since_step: int, num_steps: int) -> tuple[tuple[int, float], ...]:
+        """(step, seconds of the batch) of the last ``num_steps`` steps of the steady phase since ``since_step``; none if there
+        were not as many."""
+        steady = tuple(
+            (step.masks.step, step.timing.makespan_s)
             for step in self._recent
             if step.masks.phase == "steady" and step.masks.step >= since_step
-        ]
-        return float(np.median(steady[-num_steps:])) if len(steady) >= num_steps else None
+        )
+        return steady[-num_steps:] if len(steady) >= num_steps else ()
 
     def state_dict(self) -> dict[str, list[dict[str, Any]]]:
         """As plain JSON values."""

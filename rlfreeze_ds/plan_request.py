@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlfreeze_ds.config import FreezeConfig
 from rlfreeze_ds.decision import Decision, StageFacts, batch_seconds, decide
 from rlfreeze_ds.errors import SolverError
+from rlfreeze_ds.freezing.masks import Mask
 from rlfreeze_ds.freezing.shape import StageShape
 from rlfreeze_ds.planning.dag import PipelineDag
 from rlfreeze_ds.planning.fit import StageFit, fit_transfer
@@ -32,6 +34,8 @@ class PlanRequest:
         num_replicas: data-parallel replicas of each stage.
         normalised: whether the optimizer normalises each element's step, as Adam does.
         plan_ratios: ``[stage][micro_batch]`` of a plan file, which then takes the place of the solver's.
+        present: the decision in force, if there is one, and with it
+        steady: (step, measured seconds) of the last batches that ran under it, enough for a median or none.
         unfrozen_makespan_s: measured seconds of a batch with nothing frozen; None if there was none.
         transfer_s: seconds of a transfer that the last plan found, for when there was none.
     """
@@ -46,6 +50,8 @@ class PlanRequest:
     num_replicas: int
     normalised: bool
     plan_ratios: tuple[tuple[float, ...], ...] | None
+    present: Decision | None
+    steady: tuple[tuple[int, float], ...]
     unfrozen_makespan_s: float | None
     transfer_s: float
 
@@ -76,6 +82,7 @@ class PlanRequest:
         fields["shapes"] = [vars(shape) for shape in self.shapes]
         fields["fits"] = [vars(fit) for fit in self.fits]
         fields["gradients"] = [vars(stage) for stage in self.gradients]
+        fields["present"] = vars(self.present) if self.present else None
         return json.dumps(fields)
 
     @classmethod
@@ -87,6 +94,9 @@ class PlanRequest:
         fields["shapes"] = tuple(StageShape(**_tuples(shape)) for shape in fields["shapes"])
         fields["fits"] = tuple(StageFit(**_tuples(fit)) for fit in fields["fits"])
         fields["gradients"] = tuple(StageGradients(**_tuples(stage)) for stage in fields["gradients"])
+        fields["steady"] = tuple((step, seconds) for step, seconds in fields["steady"])
+        if fields["present"] is not None:
+            fields["present"] = Decision.from_fields(fields["present"])
         if fields["plan_ratios"] is not None:
             fields["plan_ratios"] = tuple(tuple(row) for row in fields["plan_ratios"])
         fields["eligible"] = tuple(tuple(row) for row in fields["eligible"])
@@ -103,7 +113,7 @@ class PlanAnswer:
 
     def to_json(self) -> str:
         """The reverse of :meth:`from_json`."""
-        return json.dumps({**vars(self), "decision": asdict(self.decision)})
+        return json.dumps({**vars(self), "decision": vars(self.decision)})
 
     @classmethod
     def from_json(cls, text: str) -> PlanAnswer:
@@ -116,28 +126,41 @@ class PlanAnswer:
             fields = json.loads(text)
             if "error" in fields:
                 raise SolverError(fields["error"])
-            decision = Decision.from_json(json.dumps(fields["decision"]))
+            decision = Decision.from_fields(fields["decision"])
             return cls(decision, float(fields["transfer_s"]), tuple(map(str, fields["warnings"])))
         except (TypeError, KeyError, ValueError, RecursionError) as error:
             raise SolverError(f"no answer but {text[:80]!r} ({type(error).__name__}: {error})") from None
 
 
 def answer(request: PlanRequest) -> PlanAnswer:
-    """Solve. The transfer is fitted first, so that a simulated batch with nothing frozen lasts as long as the measured one.
+    """Solve. The transfer is fitted first, so that a simulated batch lasts as long as the measured one.
 
     Raises:
         SolverError: no solver gave an answer that holds.
     """
     dag = PipelineDag(from_commands(request.orders))
     stages = request.stages()
-    transfer_s = request.transfer_s
-    if request.unfrozen_makespan_s is not None:
-        unmasked = [((),) * request.num_micro_batches for _ in stages]
-        transfer_s = fit_transfer(
-            lambda seconds: batch_seconds(dag, stages, unmasked, seconds), request.unfrozen_makespan_s
-        )
+    transfer_s = _transfer_s(request, dag, stages)
     decision = decide(request.step, request.config, dag, stages, transfer_s, request.plan_ratios)
     return PlanAnswer(decision, transfer_s)
+
+
+def _transfer_s(request: PlanRequest, dag: PipelineDag, stages: list[StageFacts]) -> float:
+    """From the last steps under the present plan, where the model of a batch then errs least; before there are any, from those
+    in which nothing was frozen."""
+
+    def fitted(masks: Sequence[Sequence[Mask]], measured_s: float) -> float:
+        return fit_transfer(lambda seconds: batch_seconds(dag, stages, masks, seconds), measured_s)
+
+    if request.present is not None and request.steady:
+        found = []
+        for step, measured_s in request.steady:
+            masks = [request.present.masks(request.config, shape, step) for shape in request.shapes]
+            found.append(fitted(masks, measured_s))
+        return statistics.median(found)
+    if request.unfrozen_makespan_s is None:
+        return request.transfer_s
+    return fitted([((),) * request.num_micro_batches for _ in stages], request.unfrozen_makespan_s)
 
 
 def check_answer(request: PlanRequest, answer: PlanAnswer) -> None:
@@ -153,8 +176,9 @@ def check_answer(request: PlanRequest, answer: PlanAnswer) -> None:
     wanted = [request.num_micro_batches] * len(request.shapes)
     _expect(sizes == wanted, "number of ratios", sizes, f"{wanted}")
     for stage_id, row in enumerate(decision.ratios):
-        for micro_batch_id, ratio in enumerate(row):
-            _expect(_in_range(ratio, 1.0), f"ratio of stage {stage_id}, micro-batch {micro_batch_id}", ratio, "0 to 1")
+        wrong = next((m for m, ratio in enumerate(row) if not _in_range(ratio, 1.0)), None)
+        if wrong is not None:
+            _expect(False, f"ratio of stage {stage_id}, micro-batch {wrong}", row[wrong], "0 to 1")
         mean = math.fsum(row) / len(row)
         _expect(mean <= limit + _TOLERANCE, f"mean ratio of stage {stage_id}", mean, f"at most {limit:g}")
     for shape, row in zip(request.shapes, decision.unit_shares, strict=False):

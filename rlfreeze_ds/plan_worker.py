@@ -72,12 +72,16 @@ def main(argv: list[str]) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     os.nice(NICENESS)
-    for _ in _requests(parent):
-        text = answered((folder / REQUEST).read_text(encoding="utf-8"))
-        (folder / ANSWER).write_text(text, encoding="utf-8")
-        os.write(answers, DONE)
-    # The parent removes the folder; it can no longer do so if it was killed.
-    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        for _ in _requests(parent):
+            text = answered((folder / REQUEST).read_text(encoding="utf-8"))
+            (folder / ANSWER).write_text(text, encoding="utf-8")
+            os.write(answers, DONE)
+    except BrokenPipeError:
+        pass  # the parent is gone
+    finally:
+        # The parent removes the folder; it can no longer do so if it was killed.
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _requests(parent: int) -> Iterator[None]:

@@ -25,13 +25,16 @@ from rlfreeze_ds.telemetry.run_log import RunLog
 @dataclass(frozen=True)
 class StageReport:
     """What one rank knows for a plan: its stage, the order it ran in, its fitted seconds, the statistics and the gradients of its
-    units, and the seconds of a batch with nothing frozen. None where nothing was measured."""
+    units, the decision in force with what the last batches under it took, and the seconds of a batch with nothing frozen. None
+    where nothing was measured."""
 
     stage_id: int
     order: str
     fit: StageFit | None
     statistics: tuple[list[float], list[float]]
     gradients: StageGradients
+    present: Decision | None
+    steady: tuple[tuple[int, float], ...]
     unfrozen_makespan_s: float | None
 
 
@@ -123,6 +126,8 @@ class Planner:
             num_replicas=len(stages[0]),
             normalised=self.normalised,
             plan_ratios=self.plan_ratios,
+            present=reports[0].present,
+            steady=reports[0].steady,
             unfrozen_makespan_s=reports[0].unfrozen_makespan_s,
             transfer_s=self.transfer_s,
         )
@@ -157,7 +162,7 @@ class Planner:
         logger.info(f"step {step}: plan {decision.verdict}; eligible share {min(shares):.2f} to {max(shares):.2f}")
         self.run_log.write(
             "plan",
-            **{**asdict(decision), "eligible": None},
+            **{**vars(decision), "eligible": None},
             used_from_step=step,
             eligible_share=shares,
             statistics=[_quantiles(statistics) for statistics in self._statistics],

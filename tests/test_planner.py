@@ -48,6 +48,8 @@ REQUEST = PlanRequest(
     num_replicas=1,
     normalised=True,
     plan_ratios=None,
+    present=None,
+    steady=(),
     unfrozen_makespan_s=16.0,
     transfer_s=0.0,
 )
@@ -275,18 +277,19 @@ def test_what_solver_is_missing_comes_back_as_the_reason(process: PlanProcess, m
 SCRIPT = """
 import sys
 sys.path.insert(0, {root!r})
-from rlfreeze_ds.plan_process import PlanProcess
-process = PlanProcess()
+from rlfreeze_ds import plan_process
+process = plan_process.PlanProcess()
+{before}
 process.send({request!r}, 60.0)
 {then}
 """
 
 
-def script(folder: Path, then: str) -> subprocess.Popen[str]:
+def script(folder: Path, then: str, before: str = "") -> subprocess.Popen[str]:
     """A parent of its own, in a folder with a trap, that finds the package on ``sys.path`` alone."""
     (folder / "numpy.py").write_text("raise SystemExit('the wrong numpy')")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"TMPDIR": str(folder)}
-    code = SCRIPT.format(root=str(ROOT), request=REQUEST.to_json(), then=then)
+    code = SCRIPT.format(root=str(ROOT), request=REQUEST.to_json(), before=before, then=then)
     path = folder / "scripts" / "parent.py"
     path.parent.mkdir()
     path.write_text(code)
@@ -304,12 +307,19 @@ def test_a_parent_that_exits_takes_its_worker_along_without_a_word(tmp_path: Pat
     assert gone(int(output)) and not list(tmp_path.glob("rlfreeze*"))
 
 
-def test_a_worker_ends_with_a_parent_that_was_killed(tmp_path: Path) -> None:
-    parent = script(tmp_path, "process.receive(wait=True)\nprint(process._worker.pid, flush=True)\nimport time; time.sleep(100)")
+@pytest.mark.parametrize("solving", [False, True])
+def test_a_worker_ends_with_a_parent_that_was_killed(tmp_path: Path, solving: bool) -> None:
+    show = "print(process._worker.pid, flush=True)\nimport time; time.sleep(100)"
+    command = worker(f"open({str(tmp_path / 'started')!r}, 'w')\n" + gated(tmp_path / "go"))()
+    before = f"plan_process.worker_command = lambda: {command!r}" if solving else ""
+    parent = script(tmp_path, show if solving else f"process.receive(wait=True)\n{show}", before)
     pid = int(parent.stdout.readline())
+    while solving and not (tmp_path / "started").exists():
+        time.sleep(0.02)
     assert alive(pid)
     parent.kill()
     parent.communicate(timeout=60)
+    (tmp_path / "go").touch()
     assert gone(pid) and not list(tmp_path.glob("rlfreeze*"))
 
 
