@@ -33,6 +33,8 @@ from rlfreeze_ds.telemetry.run_log import RunLog
 
 # Steps whose timings a fit looks at: enough for medians, few enough to follow a machine that changes.
 FIT_STEPS = 64
+# Steps under the present plan from which the transfer is fitted; its model of the batch then errs least where it is used.
+TRANSFER_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -278,18 +280,28 @@ class FreezeController:
         return max(known, key=lambda fit: fit.forward_s + fit.backward_s) if known else None
 
     def _fit_transfer(self, dag: PipelineDag, fits: Sequence[StageFit]) -> float:
-        """From the steps in which nothing was frozen on any stage."""
-        measured = [
-            timing.makespan_s
+        """From the last steps under the present plan; before there are any, from those in which nothing was frozen."""
+        steps = [
+            (timing.makespan_s, masks)
             for timing, masks in [*self._calibration, *self._recent]
-            if masks.phase in ("warmup", "cooldown") and len(masks.masks) == dag.schedule.num_micro_batches
+            if len(masks.masks) == dag.schedule.num_micro_batches
         ]
+        if self._usable(dag.schedule.num_micro_batches):
+            planned = [row for row in steps if row[1].phase == "steady" and row[1].step >= self.decision.step]
+            if len(planned) >= TRANSFER_STEPS:
+                return float(np.median([self._transfer_of_step(dag, fits, *row) for row in planned[-TRANSFER_STEPS:]]))
+        measured = [makespan_s for makespan_s, masks in steps if masks.phase in ("warmup", "cooldown")]
         if not measured:
             return self.transfer_s
         unmasked = [((),) * dag.schedule.num_micro_batches for _ in self.shapes]
         return fit_transfer(
             lambda transfer: batch_seconds(dag, self.shapes, fits, unmasked, transfer), float(np.median(measured))
         )
+
+    def _transfer_of_step(self, dag: PipelineDag, fits: Sequence[StageFit], makespan_s: float, step: StepMasks) -> float:
+        """From one step under the present plan: the masks of the other stages are known too."""
+        masks = [self.decision.masks(self.config, shape, step.step) for shape in self.shapes]
+        return fit_transfer(lambda transfer: batch_seconds(dag, self.shapes, fits, masks, transfer), makespan_s)
 
     def _check_replicas(self) -> None:
         """Masks that differ between replicas end in a hang or in silent errors: compare before they are used."""

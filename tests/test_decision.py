@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlfreeze_ds.config import FreezeConfig
-from rlfreeze_ds.decision import Decision, decide
+from rlfreeze_ds.decision import Decision, batch_seconds, decide
 from rlfreeze_ds.freezing.units import StageShape
 from rlfreeze_ds.planning.dag import PipelineDag
 from rlfreeze_ds.planning.fit import StageFit
@@ -74,3 +74,29 @@ def test_a_first_stage_counts_as_frozen_only_with_nothing_of_it_live(has_others:
     masks = ((0, 1), (0, 1)) if whole else ((0, 1), (0,))
     controller._masks = lambda shape, num_micro_batches: masks  # type: ignore[method-assign]
     assert controller.first_stage_frozen(2) is expected
+
+
+def test_the_transfer_follows_the_steps_under_the_present_plan() -> None:
+    import torch
+
+    from rlfreeze_ds.controller import TRANSFER_STEPS, FreezeController, StepMasks
+    from rlfreeze_ds.telemetry.profiler import StepTiming
+    from rlfreeze_ds.telemetry.run_log import RunLog
+
+    config, decision = decided()
+    dag = PipelineDag(one_f_one_b(2, MICRO_BATCHES))
+    fits = [StageFit(1.0, 2.0, 1.0, 1.0), StageFit(1.0, 2.0, 1.0)]
+    controller = FreezeController(config, [], shapes()[0], torch.device("cpu"), RunLog(None))
+    controller.shapes, controller.phase, controller.decision = shapes(), "steady", decision
+
+    def take(step: int, phase: str, transfer_s: float) -> None:
+        masks = [decision.masks(config, shape, step) if phase == "steady" else ((),) * MICRO_BATCHES for shape in shapes()]
+        timing = StepTiming(step, {}, batch_seconds(dag, shapes(), fits, masks, transfer_s))
+        controller._recent.append((timing, StepMasks(step, phase, masks[0])))
+
+    take(0, "warmup", 0.5)
+    for step in range(1, TRANSFER_STEPS):
+        take(step, "steady", 0.03)
+        assert controller._fit_transfer(dag, fits) == pytest.approx(0.5, rel=1e-6)
+    take(TRANSFER_STEPS, "steady", 0.03)
+    assert controller._fit_transfer(dag, fits) == pytest.approx(0.03, rel=1e-6)
