@@ -109,22 +109,26 @@ class Emulated:
 class Pace:
     """Sleeps of one process that end on time.
 
-    A sleep of the system ends late, by about as much each time, so it is asked for less; and each sleep of an instruction is
-    reckoned from when the one before should have ended, so what is left, and the host time between layers, does not add up.
+    A sleep of the system ends late, by about as much each time, so it is asked for less. And sleeps are reckoned from the start
+    of the instruction, so neither what is left of that nor host time within the instruction adds to the profile's seconds, which
+    were measured with such times in them.
     """
 
     def __init__(self) -> None:
         self.late_s: list[float] = []  # per instruction, seconds by which its last sleep ended late
-        self._due = self._last_late = 0.0
+        self._due = 0.0
+        self._last_late: float | None = None
         self._overshoot = 8e-5
 
-    def begin(self) -> None:
+    def begin(self) -> float:
         """An instruction starts now."""
-        self.late_s.append(self._last_late)
-        self._due = time.perf_counter()
+        if self._last_late is not None:
+            self.late_s.append(self._last_late)
+        self._due, self._last_late = time.perf_counter(), None
+        return self._due
 
     def sleep(self, seconds: float) -> None:
-        """Return ``seconds`` after the sleep before should have returned."""
+        """Return ``seconds`` after the sleep before should have returned, or the instruction began."""
         self._due += seconds
         ahead = self._due - time.perf_counter() - self._overshoot
         if ahead > 0:
@@ -146,8 +150,6 @@ class Sleep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         layer, (_, input_gradient, weight_gradient) = ctx.layer, ctx.seconds
-        if layer.is_last:
-            layer.pace.begin()
         for_input, for_weight = ctx.needs_input_grad[:2]
         layer.pace.sleep(for_input * input_gradient + for_weight * weight_gradient)
         return (gradient if for_input else None, gradient.sum(0) if for_weight else None, None, None)
@@ -163,31 +165,29 @@ class SleepingLayer(nn.Module):
         self.weight = nn.Parameter(torch.zeros(WIDTH))
         self.pace = pace
         self.seconds = [tuple(share * s for share, s in zip(shares, row, strict=True)) for row in emulated.seconds[stage]]
-        self.is_first, self.is_last = layer == 0, layer == emulated.units - 1
-        self.needs_input = emulated.needs_input[stage]
+        self.makes_input_need_gradient = layer == 0 and emulated.needs_input[stage]
         self._num_forwards = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         micro_batch_id = self._num_forwards % len(self.seconds)  # micro-batches come in order, on every stage
         self._num_forwards += 1
-        if self.is_first:
-            self.pace.begin()
-            if self.needs_input and not x.requires_grad:
-                x = x.detach().requires_grad_()
+        if self.makes_input_need_gradient and not x.requires_grad:
+            x = x.detach().requires_grad_()
         return Sleep.apply(x, self.weight, self, micro_batch_id)
 
 
 class Watch:
-    """When each instruction of an engine ran on this rank: (class, start, end)."""
+    """When each instruction of an engine ran on this rank: (class, start, end). Starts ``pace`` with each."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, pace: Pace) -> None:
         self.rows: list[tuple[str, float, float]] = []
+        self._pace = pace
         # On the instance: the class's map is shared.
         engine._INSTRUCTION_MAP = {kind: self._timed(kind.__name__, run) for kind, run in type(engine)._INSTRUCTION_MAP.items()}
 
     def _timed(self, name: str, run: Any) -> Any:
         def timed(engine: Any, **arguments: Any) -> None:
-            start = time.perf_counter()
+            start = self._pace.begin()
             run(engine, **arguments)
             self.rows.append((name, start, time.perf_counter()))
 
@@ -221,7 +221,7 @@ def train_step(engine: Any, watch: Watch, emulated: Emulated, pace: Pace, data: 
     engine.train_batch(iter(data))
     batch_s = time.perf_counter() - started
     replanned = controller is not None and controller.decision is not decision
-    return Step(batch_s, watch.rows, pace.late_s[1:], masks, decision, replanned)
+    return Step(batch_s, watch.rows, pace.late_s, masks, decision, replanned)
 
 
 def make_engines(options: argparse.Namespace, emulated: Emulated, pace: Pace) -> dict[str, Any]:
@@ -258,7 +258,7 @@ def rank_main(rank: int, options: argparse.Namespace) -> None:
     """One rank: all engines in turn; rank 0 writes the record."""
     emulated, pace = Emulated.read(options), Pace()
     engines = make_engines(options, emulated, pace)
-    watches = {name: Watch(engine) for name, engine in engines.items()}
+    watches = {name: Watch(engine, pace) for name, engine in engines.items()}
     data = [(torch.zeros(1, WIDTH), torch.ones(1, WIDTH))] * len(emulated.seconds[0])
     names = list(engines)
     steps: dict[str, list[Step]] = {name: [] for name in names}

@@ -18,7 +18,7 @@ import pytest
 
 from rlfreeze_ds import plan_process
 from rlfreeze_ds.config import FreezeConfig
-from rlfreeze_ds.decision import decide
+from rlfreeze_ds.decision import batch_seconds, decide
 from rlfreeze_ds.errors import SolverError
 from rlfreeze_ds.freezing.shape import StageShape
 from rlfreeze_ds.plan_process import PlanProcess, worker_environment
@@ -130,6 +130,18 @@ def test_an_answer_is_the_decision_for_the_transfer_that_meets_the_measured_batc
     assert answered.decision == decide(7, REQUEST.config, dag, REQUEST.stages(), answered.transfer_s)
     assert answered.transfer_s > 0 and answered.decision.unfrozen_makespan_s == pytest.approx(16.0)
     assert answer(replace(REQUEST, unfrozen_makespan_s=None, transfer_s=0.5)).transfer_s == 0.5
+
+
+def test_the_transfer_follows_the_steps_under_the_present_plan() -> None:
+    present, stages = answer(REQUEST).decision, REQUEST.stages()
+    dag = PipelineDag(from_commands(ORDERS))
+
+    def seconds(step: int, transfer_s: float) -> float:
+        return batch_seconds(dag, stages, [present.masks(REQUEST.config, shape, step) for shape in REQUEST.shapes], transfer_s)
+
+    steady = tuple((step, seconds(step, 0.03)) for step in range(20, 28))
+    assert answer(replace(REQUEST, present=present, steady=steady)).transfer_s == pytest.approx(0.03, rel=1e-6)
+    assert answer(replace(REQUEST, present=present)).transfer_s == answer(REQUEST).transfer_s != pytest.approx(0.03)
 
 
 @pytest.mark.parametrize(
