@@ -363,7 +363,7 @@ def slow_solver_job(dp: int, go: str) -> dict[str, Any]:
     plan_process.worker_command = worker(gated(go))
     engine = build(2, jobs.ds_config(MICRO_BATCHES, rlfreeze=BACKGROUND | {"replan_interval": 1000}, dp=dp))
     steps: list[dict[str, Any]] = []
-    while len(steps) < 400 and not (steps and steps[-1]["phase"] == ("steady", 0)):
+    while len(steps) < 4000 and not (steps and steps[-1]["phase"] == ("steady", 0)):
         steps.append(train_step(engine, len(steps)))
         if sum(step["pending"] for step in steps) == 20 and engine.global_rank == 0:
             Path(go).touch()
@@ -399,7 +399,7 @@ def failing_job(what: str) -> dict[str, Any]:
     steps: list[dict[str, Any]] = []
     decisions: list[str] = []
     pids = []
-    while len(steps) < 400 and len(decisions) < 2:
+    while len(steps) < 4000 and len(decisions) < 2:
         hopeless = what == "hangs" and len(decisions) == 1 and not warnings
         plan_process.GRACE_S = -58.0 if hopeless else 30.0  # beyond the time limit of 60 s
         steps.append(train_step(engine, len(steps)))
@@ -493,7 +493,7 @@ def guard_job() -> list[dict[str, Any]]:
     engine = build(2, jobs.ds_config(MICRO_BATCHES, rlfreeze=BACKGROUND | {"replan_interval": 25, "guard": guard}))
     steps: list[dict[str, Any]] = []
     jump = None
-    while len(steps) < 400 and (jump is None or len(steps) < jump + 12):
+    while len(steps) < 4000 and (jump is None or len(steps) < jump + 12):
         if jump is None and steps and steps[-1]["pending"] and steps[-1]["phase"][0] == "steady":
             jump = len(steps)
         if jump is not None and len(steps) < jump + 4:
