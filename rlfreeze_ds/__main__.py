@@ -106,7 +106,7 @@ def _planned_batch(arguments: argparse.Namespace, dag: PipelineDag, costs: Costs
     from rlfreeze_ds.planning.picture import save_picture
 
     ratios = {"unfrozen": {}, "planned": plan.ratios}
-    batches = {name: dag.simulate(costs.seconds(ratios[name]), costs.transfer_s) for name in ratios}
+    batches = {name: dag.simulate(costs.seconds(ratios[name]), costs.transfer_s, costs.tail_s) for name in ratios}
     if arguments.gantt is not None:
         size = timeline.comparison_size(batches)
         save_picture(arguments.gantt, lambda ax: timeline.draw_comparison(ax, batches, ratios), size=size)

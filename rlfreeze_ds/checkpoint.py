@@ -30,6 +30,7 @@ class _Strict(BaseModel):
 class _Timing(_Strict):
     step: int
     makespan_s: float
+    tail_s: float
     phase: str
     masks: list[list[int]]
     seconds: list[tuple[Literal["F", "B"], int, float]]

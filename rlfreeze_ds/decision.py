@@ -170,7 +170,7 @@ def _solved(
             durations[instruction] = Duration(facts.fit.forward_s, facts.fit.forward_s)
         else:
             durations[instruction] = _backward_duration(config, facts)
-    costs = Costs(durations, transfer_s)
+    costs = Costs(durations, transfer_s, _tails(stages))
     how = {
         "objective": config.planning.objective,
         "progress": {facts.shape.stage_id: facts.progress for facts in stages},
@@ -226,7 +226,14 @@ def batch_seconds(
             seconds[instruction] = facts.fit.forward_s
         else:
             seconds[instruction] = facts.backward_s(masks[instruction.stage_id][instruction.micro_batch_id])
-    return dag.simulate(seconds, transfer_s).makespan
+    return dag.simulate(seconds, transfer_s, _tails(stages)).makespan
+
+
+def _tails(stages: Sequence[StageFacts]) -> dict[int, float]:
+    """By rank, which in DeepSpeed's pipelines is the stage. The tails of all but the last rank to come also hold its waiting for
+    that one, in the norm that all share: the shortest counts for all."""
+    shortest = min(facts.fit.tail_s for facts in stages)
+    return {facts.shape.stage_id: shortest for facts in stages}
 
 
 def _predicted(

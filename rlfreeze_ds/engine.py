@@ -125,6 +125,7 @@ class FreezeEngineMixin:
         schedule = MaskedSchedule(pipe_schedule, self._step_masks)
         try:
             super()._exec_schedule(schedule)
+            self._freeze_profiler.end_schedule()
         finally:
             self._gradients.finish()
             if self._step_hooks is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -87,7 +87,7 @@ class StepHistory:
         whole = (forward * fit.forward_s + backward * fit.backward_s) / ((fit.forward_s + fit.backward_s) or 1.0)
         for index, step in enumerate(self._calibration):
             seconds = {key: value * (forward if key[0] == "F" else backward) for key, value in step.timing.seconds.items()}
-            timing = StepTiming(step.timing.step, seconds, whole * step.timing.makespan_s)
+            timing = replace(step.timing, seconds=seconds, makespan_s=whole * step.timing.makespan_s)
             self._calibration[index] = self._measured(timing, step.masks)
         self._recent.clear()
         self._recent.extend(fresh)
@@ -95,15 +95,17 @@ class StepHistory:
     def fit(self) -> StageFit | None:
         """Seconds of the stage as a function of its mask; None before anything was measured."""
         steps = [*self._calibration, *self._recent]
-        return fit_stage(
+        fit = fit_stage(
             [seconds for step in steps for seconds in step.forward_s],
             [sample for step in steps for sample in step.backward],
             self.shape.weights,
             first_stage=self.shape.stage_id == 0,
         )
+        tails = [step.timing.tail_s for step in steps]
+        return replace(fit, tail_s=max(0.0, float(np.median(tails)))) if fit else None
 
     def unfrozen_makespan_s(self, num_micro_batches: int) -> float | None:
-        """Median seconds from the first to the last instruction, of steps in which nothing was frozen on any stage."""
+        """Median seconds of the batch, in steps in which nothing was frozen on any stage."""
         measured = [
             step.timing.makespan_s
             for step in [*self._calibration, *self._recent]
@@ -132,7 +134,7 @@ class StepHistory:
         for row in [*state["calibration"], *state["recent"]]:
             seconds = {(kind, micro_batch_id): value for kind, micro_batch_id, value in row["seconds"]}
             masks = StepMasks(row["step"], row["phase"], tuple(tuple(mask) for mask in row["masks"]))
-            self.add(StepTiming(row["step"], seconds, row["makespan_s"]), masks)
+            self.add(StepTiming(row["step"], seconds, row["makespan_s"], row["tail_s"]), masks)
 
 
 def _ratio(pairs: list[tuple[float, float]]) -> float:
@@ -146,6 +148,7 @@ def _rows(steps: deque[_Measured]) -> list[dict[str, Any]]:
         {
             "step": step.timing.step,
             "makespan_s": step.timing.makespan_s,
+            "tail_s": step.timing.tail_s,
             "phase": step.masks.phase,
             "masks": [list(mask) for mask in step.masks.masks],
             "seconds": [[kind, m, seconds] for (kind, m), seconds in step.timing.seconds.items()],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from rlfreeze_ds.errors import ProfileError
@@ -30,10 +30,12 @@ class Duration:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of every instruction of a batch, and of a transfer between two ranks."""
+    """Seconds of every instruction of a batch, of a transfer between two ranks, and per rank of what follows its last instruction
+    (gradient reduction, optimizer step)."""
 
     durations: Mapping[Instruction, Duration]
     transfer_s: float = 0.0
+    tail_s: Mapping[int, float] = field(default_factory=dict)
 
     @cached_property
     def freezable(self) -> tuple[Instruction, ...]:
@@ -63,6 +65,8 @@ class Costs:
             for name, seconds in (("unfrozen_s", duration.unfrozen_s), ("frozen_s", duration.frozen_s)):
                 _check_seconds(f"{name} of {instruction}", seconds)
         _check_seconds("transfer_s", self.transfer_s)
+        for rank, seconds in self.tail_s.items():
+            _check_seconds(f"tail_s of rank {rank}", seconds)
         total = sum(d.unfrozen_s for d in self.durations.values()) + self.transfer_s * len(self.durations)
         if not math.isfinite(total):
             raise ProfileError("the durations add up to more than a float can hold: give them in seconds.")

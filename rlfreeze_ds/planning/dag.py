@@ -74,17 +74,24 @@ class Timeline:
     Attributes:
         start: seconds from the start of the batch.
         end: seconds from the start of the batch.
+        tail_s: per rank, seconds of what follows its last instruction.
     """
 
     start: Mapping[Instruction, float]
     end: Mapping[Instruction, float]
     dag: PipelineDag = field(repr=False, compare=False)
     transfer_s: float = 0.0
+    tail_s: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def makespan(self) -> float:
-        """Seconds from the first start to the last end; 0 for an empty batch."""
-        return max(self.end.values(), default=0.0)
+        """Seconds from the first start to the end of the last rank, its tail included; 0 for an empty batch."""
+        return max((self.end[i] + self._tail(i) for i in self.dag.last_of_rank), default=0.0)
+
+    def _tail(self, instruction: Instruction) -> float:
+        """Seconds that follow an instruction before its rank is done with the batch."""
+        rank = self.dag.last_of_rank.get(instruction)
+        return self.tail_s.get(rank, 0.0) if rank is not None else 0.0
 
     @property
     def bubble_ratio(self) -> float:
@@ -92,7 +99,7 @@ class Timeline:
         makespan = self.makespan
         if makespan <= 0.0:
             return 0.0
-        busy = sum(self.end[i] - self.start[i] for i in self.start)
+        busy = sum(self.end[i] - self.start[i] for i in self.start) + sum(map(self._tail, self.dag.last_of_rank))
         return max(0.0, 1.0 - busy / (self.dag.schedule.num_ranks * makespan))
 
     def slack(self) -> dict[Instruction, float]:
@@ -100,7 +107,7 @@ class Timeline:
         makespan = self.makespan
         slack: dict[Instruction, float] = {}
         for instruction in reversed(self.dag.order):
-            latest_end = makespan
+            latest_end = makespan - self._tail(instruction)
             for successor, edge in self.dag.graph.adj[instruction].items():
                 latest_start = self.start[successor] + slack[successor]
                 latest_end = min(latest_end, latest_start - self.transfer_s * edge["num_transfers"])
@@ -111,7 +118,7 @@ class Timeline:
         """One longest chain of instructions, from the start of the batch to its end."""
         if not self.end:
             return ()
-        path = [max(self.end, key=lambda i: self.end[i])]
+        path = [max(self.dag.last_of_rank, key=lambda i: self.end[i] + self._tail(i))]
         while True:
             predecessors = self.dag.graph.pred[path[-1]]
             if not predecessors:
@@ -126,6 +133,7 @@ class PipelineDag:
         schedule: the schedule it was built from.
         graph: see :func:`build_graph`; not to be changed.
         order: the instructions, each after everything it waits for.
+        last_of_rank: the last instruction of every rank that has one, with its rank.
 
     Raises:
         ScheduleError: the schedule contains a cycle, which the message names.
@@ -134,6 +142,7 @@ class PipelineDag:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.graph = build_graph(schedule)
+        self.last_of_rank = {rank[-1]: number for number, rank in enumerate(schedule.ranks) if rank}
         cycle = find_cycle(self.graph)
         if cycle:
             raise ScheduleError(cycle_message(cycle))
@@ -144,12 +153,18 @@ class PipelineDag:
             tuple((position[p], float(edge["num_transfers"])) for p, edge in edges.items()) for edges in predecessors
         )
 
-    def simulate(self, seconds: Mapping[Instruction, float], transfer_s: float = 0.0) -> Timeline:
+    def simulate(
+        self,
+        seconds: Mapping[Instruction, float],
+        transfer_s: float = 0.0,
+        tail_s: Mapping[int, float] | None = None,
+    ) -> Timeline:
         """Run the batch on paper.
 
         Args:
             seconds: duration of every instruction.
             transfer_s: seconds of a transfer from one rank to another.
+            tail_s: per rank, seconds of what follows its last instruction; 0 where absent.
 
         Raises:
             ScheduleError: an instruction has no duration.
@@ -168,4 +183,4 @@ class PipelineDag:
                 f"instruction {error.args[0]} has no duration: give one for every instruction."
             ) from None
         start_of, end_of = (dict(zip(self.order, times, strict=True)) for times in (starts, ends))
-        return Timeline(start_of, end_of, self, transfer_s)
+        return Timeline(start_of, end_of, self, transfer_s, tail_s or {})

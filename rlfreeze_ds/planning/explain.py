@@ -34,8 +34,8 @@ def explain(dag: PipelineDag, costs: Costs, plan: Plan) -> list[str]:
         where = "the plan but not in" if wrong in plan.ratios else "the profile but not in"
         other = "the profile" if wrong in plan.ratios else "the plan"
         raise RLFreezeError(f"{wrong} can be frozen in {where} {other}: explain a plan with the profile it was made for.")
-    unfrozen = dag.simulate(costs.seconds({}), costs.transfer_s)
-    planned = dag.simulate(costs.seconds(plan.ratios), costs.transfer_s)
+    unfrozen = dag.simulate(costs.seconds({}), costs.transfer_s, costs.tail_s)
+    planned = dag.simulate(costs.seconds(plan.ratios), costs.transfer_s, costs.tail_s)
     bottleneck = _bottleneck(unfrozen)
     lines = []
     for stage_id in range(dag.schedule.num_stages):
@@ -80,7 +80,7 @@ def _what_is_skipped(
             text += ", in the drain"
         text += " (the others are off the critical path)" if off_path else ""
     thawed = {i: ratio for i, ratio in plan.ratios.items() if i.stage_id != stage_id}
-    longer_s = dag.simulate(costs.seconds(thawed), costs.transfer_s).makespan - planned.makespan
+    longer_s = dag.simulate(costs.seconds(thawed), costs.transfer_s, costs.tail_s).makespan - planned.makespan
     if longer_s > TOLERANCE * planned.makespan:
         return f"{text}; thawed, the batch would take {longer_s:.3g} s longer"
     return f"{text}; thawed, the batch would be no longer"

@@ -22,7 +22,8 @@ class StageFit:
     """backward = backward_s - share * weight_gradient_s - prefix_share * input_gradient_s; all in seconds.
 
     ``input_gradient_s`` is 0 on every stage but the first: elsewhere the input gradient is always needed. ``unit_shares``: per
-    unit its share of ``weight_gradient_s``; the share of a mask is the sum of its units'.
+    unit its share of ``weight_gradient_s``; the share of a mask is the sum of its units'. ``tail_s``: gradient reduction and
+    optimizer step, after the last backward.
     """
 
     forward_s: float
@@ -30,6 +31,7 @@ class StageFit:
     weight_gradient_s: float
     input_gradient_s: float = 0.0
     unit_shares: tuple[float, ...] = ()
+    tail_s: float = 0.0
 
     def backward(self, share: float, prefix_share: float) -> float:
         """Seconds of a backward pass; never negative."""

@@ -104,9 +104,9 @@ class Fold:
         return {track: {k: total / max(count, 1e-300) for k, (total, count) in row.items()} for track, row in sums.items()}
 
     @cached_property
-    def sinks(self) -> list[tuple[Track, int]]:
-        """Instructions that nothing waits for."""
-        return [self.place(i) for i in self.dag.order if not self.dag.graph.adj[i]]
+    def ends(self) -> list[tuple[Track, int, int]]:
+        """The last instruction of every rank, and the rank."""
+        return [(*self.place(instruction), rank) for instruction, rank in self.dag.last_of_rank.items()]
 
     def _sparse_knots(self, families: Mapping[_Family, Sequence[int]]) -> dict[Track, tuple[int, ...]]:
         knots = {track: set(spaced(length)) for track, length in self._lengths.items()}

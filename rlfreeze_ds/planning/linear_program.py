@@ -115,7 +115,7 @@ def solve_program(
     if time_limit_s <= 0:
         raise SolverError("no time is left")
     # In units of the unfrozen makespan, so that a solver's absolute tolerances are relative ones.
-    unit_s = program.fold.dag.simulate(program.costs.seconds({}), program.costs.transfer_s).makespan
+    unit_s = program.fold.dag.simulate(program.costs.seconds({}), program.costs.transfer_s, program.costs.tail_s).makespan
     model = _Model(program, unit_s, scaled=progress is not None)
     if progress is not None:
         model.maximise_progress_per_second(progress)
@@ -213,9 +213,10 @@ class _Model:
                 later = self._fold.weights(rule.after, position + rule.shift)
                 terms += [(self._start[rule.after, knot], weight) for knot, weight in later]
                 self._at_least(_summed(terms), seconds + transfer)
-        for track, position in self._fold.sinks:
+        for track, position, rank in self._fold.ends:
             terms, seconds = self._end(track, position)
-            self._at_least(_summed([(self.makespan, 1.0), *terms]), seconds)
+            tail = self._program.costs.tail_s.get(rank, 0.0) / self._unit_s
+            self._at_least(_summed([(self.makespan, 1.0), *terms]), seconds + tail)
 
     def _add_caps(self) -> None:
         sums = self._sums()

@@ -183,7 +183,7 @@ class _Question:
 
     def makespan(self, ratios: Mapping[Instruction, float]) -> float:
         """Simulated."""
-        return self.dag.simulate(self.costs.seconds(ratios), self.costs.transfer_s).makespan
+        return self.dag.simulate(self.costs.seconds(ratios), self.costs.transfer_s, self.costs.tail_s).makespan
 
     def kept(self, ratios: Mapping[Instruction, float]) -> float:
         """Share of the progress that is kept."""
@@ -276,8 +276,8 @@ class _Question:
     def plan(self, ratios: Mapping[Instruction, float], solver: str) -> Plan:
         """The ratios with what they mean."""
         num_stages, transfer_s = self.dag.schedule.num_stages, self.costs.transfer_s
-        unfrozen = self.dag.simulate(self.costs.seconds({}), transfer_s)
-        planned = self.dag.simulate(self.costs.seconds(ratios), transfer_s)
+        unfrozen = self.dag.simulate(self.costs.seconds({}), transfer_s, self.costs.tail_s)
+        planned = self.dag.simulate(self.costs.seconds(ratios), transfer_s, self.costs.tail_s)
         critical_s = TOLERANCE * planned.makespan
         critical = {i.stage_id for i, slack_s in planned.slack().items() if i in ratios and slack_s <= critical_s}
         mean, stage_means = mean_ratios(ratios, num_stages)

@@ -15,11 +15,13 @@ import torch
 @dataclass(frozen=True)
 class StepTiming:
     """What one step took on this rank. ``seconds`` maps (kind, micro_batch_id) to seconds; ``makespan_s`` runs from
-    the start of the first instruction to the end of the last."""
+    the start of the first instruction to the end of the step, ``tail_s`` of that from the end of the last one: gradient reduction
+    and optimizer step."""
 
     step: int
     seconds: dict[tuple[str, int], float]
     makespan_s: float
+    tail_s: float = 0.0
 
 
 class InstructionProfiler:
@@ -28,7 +30,8 @@ class InstructionProfiler:
     def __init__(self, device: torch.device) -> None:
         self._events = device.type == "cuda"
         self._records: list[tuple[str, int, Any, Any]] = []
-        self._pending: deque[tuple[int, list[tuple[str, int, Any, Any]]]] = deque()
+        self._end: Any = None
+        self._pending: deque[tuple[int, list[tuple[str, int, Any, Any]], Any]] = deque()
 
     def _now(self) -> Any:
         if not self._events:
@@ -48,14 +51,20 @@ class InstructionProfiler:
         yield
         self._records.append((kind, micro_batch_id, start, self._now()))
 
+    def end_schedule(self) -> None:
+        """The last command of the step's schedule has run."""
+        self._end = self._now()
+
     def finish_step(self, step: int) -> list[StepTiming]:
         """Close the step and return every step whose times are known by now, oldest first."""
         if self._records:
-            self._pending.append((step, self._records))
+            self._pending.append((step, self._records, self._end))
             self._records = []
         done = []
-        while self._pending and (not self._events or self._pending[0][1][-1][3].query()):
-            number, records = self._pending.popleft()
+        while self._pending and (not self._events or self._pending[0][2].query()):
+            number, records, end = self._pending.popleft()
             seconds = {(kind, m): self._between(start, stop) for kind, m, start, stop in records}
-            done.append(StepTiming(number, seconds, self._between(records[0][2], records[-1][3])))
+            done.append(
+                StepTiming(number, seconds, self._between(records[0][2], end), self._between(records[-1][3], end))
+            )
         return done

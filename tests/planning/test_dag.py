@@ -150,3 +150,15 @@ def test_ranks_that_block_each_other_are_named() -> None:
     blocking = ((first[0], back, away, first[1]), (away, second[0], second[1], back))
     with pytest.raises(ScheduleError, match="transfer of 0F0"):
         PipelineDag(Schedule((first, second), blocking))
+
+
+def test_tails_follow_the_last_instruction_of_each_rank() -> None:
+    """Two stages, one micro-batch, 1 s forwards and 2 s backwards: 0F 1F 1B 0B ends at 6 s, rank 1 at 4 s."""
+    dag = PipelineDag(one_f_one_b(2, 1))
+    seconds = {i: 1.0 if i.is_forward else 2.0 for i in dag.order}
+    assert dag.simulate(seconds, tail_s={0: 0.5, 1: 1.0}).makespan == 6.5
+    timeline = dag.simulate(seconds, tail_s={1: 3.0})
+    assert timeline.makespan == 7.0 and [str(i) for i in timeline.critical_path()] == ["0F0", "1F0", "1B0"]
+    assert timeline.slack()[Instruction.parse("0B0")] == pytest.approx(1.0)
+    assert timeline.slack()[Instruction.parse("1B0")] == pytest.approx(0.0)
+    assert timeline.bubble_ratio == pytest.approx(1 - (6 + 3) / 14)

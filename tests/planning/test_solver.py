@@ -281,3 +281,13 @@ def test_the_wanted_solver_is_not_installed(monkeypatch: pytest.MonkeyPatch, pub
 
 def test_the_same_question_has_the_same_answer(published) -> None:
     assert solve(*published, Limits()) == solve(*published, Limits())
+
+
+def test_a_tail_on_the_last_stage_makes_freezing_there_pay() -> None:
+    """One micro-batch on two stages: 0F 1F 1B 0B. With a long tail on rank 1, what stage 0's backward takes counts for nothing."""
+    schedule = one_f_one_b(2, 1)
+    costs = uniform(schedule, 2.0, 1.0)
+    late = Costs(costs.durations, tail_s={1: 5.0})
+    plan = solve(PipelineDag(schedule), late, Limits(1.0, 0.0))
+    assert (plan.unfrozen_makespan_s, plan.planned_makespan_s) == pytest.approx((9.0, 8.0))
+    assert plan.stage_freeze_ratio == pytest.approx((0.0, 1.0))
