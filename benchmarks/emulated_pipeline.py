@@ -361,7 +361,7 @@ def main() -> None:
     parser.add_argument("--profile", default=str(PROFILE), help="CSV, see benchmarks/profiles/README.md")
     parser.add_argument("--scale", type=float, default=1.0, help="times all seconds of the profile")
     parser.add_argument("--first-stage-input", type=float, default=0.0, help="share of I in the first stage's B, see above")
-    parser.add_argument("--units", type=int, default=8, help="layers of a stage")
+    parser.add_argument("--units", type=int, default=16, help="layers of a stage: an attention and an MLP for each of LLaMA's 8")
     parser.add_argument("--dp", type=int, default=1, help="replicas of the pipeline")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 0.8], help="max_freeze_ratio of each of our engines")
     parser.add_argument("--time-slack", type=float, default=0.02)
