@@ -31,10 +31,10 @@ import torch
 from jobs import spawn, write_record
 from torch import nn
 
+from rlfreeze_ds.planning.builders import one_f_one_b
 from rlfreeze_ds.planning.dag import PipelineDag
 from rlfreeze_ds.planning.instruction import Instruction
 from rlfreeze_ds.planning.profile import read_profile
-from rlfreeze_ds.planning.schedule import one_f_one_b
 
 PROFILE = Path(__file__).parent / "profiles" / "llama8b_h200_pp4_1f1b.csv"
 WIDTH = 8

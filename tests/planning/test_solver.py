@@ -284,7 +284,7 @@ def test_the_same_question_has_the_same_answer(published) -> None:
 
 
 def test_a_tail_on_the_last_stage_makes_freezing_there_pay() -> None:
-    """One micro-batch on two stages: 0F 1F 1B 0B. With a long tail on rank 1, what stage 0's backward takes counts for nothing."""
+    """One micro-batch on two stages: 0F 1F 1B 0B. With a long tail on rank 1, stage 0's backward counts for nothing."""
     schedule = one_f_one_b(2, 1)
     costs = uniform(schedule, 2.0, 1.0)
     late = Costs(costs.durations, tail_s={1: 5.0})
