@@ -159,9 +159,12 @@ class FreezeController:
         elif applied:
             self._advance(order)
 
-    def observe_gradients(self, norm: torch.Tensor, live_counts: Sequence[int], num_replicas: int) -> None:
+    def observe_gradients(self, norm: torch.Tensor, step_masks: StepMasks, num_replicas: int) -> None:
         """Take the norms of a step's reduced gradients, [num_units]."""
         self.criterion.observe(norm)
+        live_counts = step_masks.live_counts(len(self.units))
+        if not self.config.gradient_rescale:  # then they are not yet means over the live micro-batches
+            norm = norm * torch.tensor([len(step_masks.masks) / max(1, live) for live in live_counts], device=norm.device)
         self.noise.observe(norm, live_counts, num_replicas)
 
     def forget_gradients(self) -> None:

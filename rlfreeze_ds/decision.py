@@ -137,7 +137,25 @@ def decide(
     """
     if plan_ratios is not None:
         return _predicted(step, config, dag, stages, transfer_s, plan_ratios, "ratios of the plan file")
+    plan = _plan(config, dag, stages, transfer_s)
+    ratios = [[plan.ratio(facts.shape.stage_id, m) for m in range(plan.num_micro_batches)] for facts in stages]
+    decision = _predicted(step, config, dag, stages, transfer_s, ratios, plan.verdict)
+    if decision.predicted_makespan_s <= (1 - WORTHWHILE_GAIN) * decision.unfrozen_makespan_s:
+        return decision
+    nothing = [[0.0] * plan.num_micro_batches for _ in stages]
+    return _predicted(step, config, dag, stages, transfer_s, nothing, plan.verdict)
+
+
+def _plan(config: FreezeConfig, dag: PipelineDag, stages: Sequence[StageFacts], transfer_s: float) -> Plan:
     planning = config.planning
+    durations = {}
+    for instruction in dag.schedule.instructions:
+        facts = stages[instruction.stage_id]
+        if instruction.is_forward:
+            durations[instruction] = Duration(facts.fit.forward_s, facts.fit.forward_s)
+        else:
+            durations[instruction] = _backward_duration(config, facts)
+    costs = Costs(durations, transfer_s, _tails(stages))
     caps = _strict_caps(config, stages, dag.schedule.num_micro_batches)
     limits = Limits(
         planning.max_freeze_ratio,
@@ -147,43 +165,17 @@ def decide(
         equal_in_stage=config.mask_scope == "step",
         target_speedup=planning.target_speedup,
     )
-    plan, decision = _solved(step, config, dag, stages, transfer_s, limits)
-    # Real masks round the ratios to units, which makes the batch longer than planned: that comes out of the slack too.
-    rounding = decision.predicted_makespan_s / plan.planned_makespan_s - 1 if plan.planned_makespan_s > 0 else 0.0
-    if rounding > 0 and limits.time_slack > 0 and planning.objective == "makespan" and planning.target_speedup is None:
-        limits = replace(limits, time_slack=max(0.0, limits.time_slack - rounding))
-        plan, decision = _solved(step, config, dag, stages, transfer_s, limits)
-    if decision.predicted_makespan_s <= (1 - WORTHWHILE_GAIN) * decision.unfrozen_makespan_s:
-        return decision
-    nothing = [[0.0] * dag.schedule.num_micro_batches for _ in stages]
-    return _predicted(step, config, dag, stages, transfer_s, nothing, plan.verdict)
-
-
-def _solved(
-    step: int, config: FreezeConfig, dag: PipelineDag, stages: Sequence[StageFacts], transfer_s: float, limits: Limits
-) -> tuple[Plan, Decision]:
-    """The plan, and what becomes of it with real masks."""
-    durations = {}
-    for instruction in dag.schedule.instructions:
-        facts = stages[instruction.stage_id]
-        if instruction.is_forward:
-            durations[instruction] = Duration(facts.fit.forward_s, facts.fit.forward_s)
-        else:
-            durations[instruction] = _backward_duration(config, facts)
-    costs = Costs(durations, transfer_s, _tails(stages))
     how = {
-        "objective": config.planning.objective,
+        "objective": planning.objective,
         "progress": {facts.shape.stage_id: facts.progress for facts in stages},
-        "solver": config.planning.solver,
-        "time_limit_s": config.planning.time_limit_s,
+        "solver": planning.solver,
+        "time_limit_s": planning.time_limit_s,
     }
     try:
-        plan = solve(dag, costs, limits, **how)
+        return solve(dag, costs, limits, **how)
     except TargetError as error:
         _log.warning("%s The shortest batch is planned instead.", error)
-        plan = solve(dag, costs, replace(limits, target_speedup=None, time_slack=0.0), **how)
-    ratios = [[plan.ratio(facts.shape.stage_id, m) for m in range(plan.num_micro_batches)] for facts in stages]
-    return plan, _predicted(step, config, dag, stages, transfer_s, ratios, plan.verdict)
+        return solve(dag, costs, replace(limits, target_speedup=None, time_slack=0.0), **how)
 
 
 def _strict_caps(

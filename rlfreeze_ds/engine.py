@@ -243,16 +243,15 @@ class FreezeEngineMixin:
             controller.step % controller.config.criterion.interval == 0
             and controller.config.planning.max_freeze_ratio > 0
         ):
-            live_counts = self._step_masks.live_counts(len(controller.units))
             norms = unit_norms(
                 self._gradients,
                 controller.units,
-                live_counts,
+                self._step_masks.live_counts(len(controller.units)),
                 torch.device(self.device),
                 float(getattr(self.optimizer, "loss_scale", 1.0)),
                 self._sum_over_replicas,
             )
-            controller.observe_gradients(norms, live_counts, self.dp_world_size)
+            controller.observe_gradients(norms, self._step_masks, self.dp_world_size)
             self._observed = True
 
     def _sum_over_replicas(self, tensor: torch.Tensor) -> None:

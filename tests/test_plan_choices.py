@@ -84,16 +84,16 @@ def test_a_target_is_met_and_one_out_of_reach_says_so_and_gets_the_shortest_batc
     assert hopeless.ratios == decided(stages(1.0), time_slack=0.0).ratios
 
 
-def test_what_rounding_to_units_costs_comes_out_of_the_slack() -> None:
-    """Of four large units no mask has quite the planned ratio: the real batch is longer, and the slack is for both."""
+def test_the_slack_is_over_the_shortest_batch_that_real_masks_reach() -> None:
+    """Of four large units no mask has quite the planned ratio: that makes the shortest batch longer as well as this one."""
     coarse = [
         replace(facts, shape=replace(facts.shape, names=tuple("abcd"), weights=(0.4, 0.3, 0.2, 0.1), starts=(0, 1, 2, 3)),
                 eligible=(True,) * 4)
         for facts in stages(1.0)
     ]  # fmt: skip
-    least = decided(coarse, time_slack=0.0).predicted_makespan_s
-    slack = decided(coarse, time_slack=0.05)
-    assert slack.predicted_makespan_s <= 1.05 * least * 1.01
+    least, slack = (decided(coarse, time_slack=share) for share in (0.0, 0.05))
+    assert slack.predicted_makespan_s <= 1.05 * least.predicted_makespan_s * 1.01
+    assert slack.mean_freeze_ratio < least.mean_freeze_ratio
 
 
 def test_measured_shares_choose_the_masks_and_their_seconds() -> None:
