@@ -1,23 +1,18 @@
 """What leaving frozen units out of a whole step saves: gradient bytes, optimizer seconds, activations, against stock.
 
 How to run: OMP_NUM_THREADS=1 python benchmarks/savings.py --json benchmarks/records/savings.json
-What to expect: some five minutes. For PP1 x DP2, PP2 x DP2 and each mode, ranks hold a stock engine and one of ours with
+What to expect: some five minutes. For PP1 x DP2 and PP2 x DP2 and each mode, ranks hold a stock engine and one of ours with
 ``"mask_scope": "step"`` per freeze ratio; all train in turn on the same batches. Bytes are what this rank hands to the
 data-parallel reduction of gradients in one step; optimizer seconds are those of the inner optimizer's ``step``, hooks
-included. Memory, in steps of their own: the most that the process holds at any time of a step beyond what it held before; and
-the activations that autograd keeps for the backward, at most. On rank 0: means over steps of bytes and memory, which vary with
-the masks, and medians of seconds.
+included; memory is the most that autograd keeps for the backward at any time of a step. On rank 0: means over steps of bytes
+and memory, which vary with the masks, and medians of seconds.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import statistics
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +25,7 @@ MODES: dict[str, dict[str, Any]] = {
     "bf16 zero1": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1, "reduce_bucket_size": 4_000_000}},
 }
 RATIOS = (0.0, 0.5, 0.8)
-MEMORY_STEPS = 10
+KEPT_STEPS = 10
 
 
 class Meter:
@@ -134,30 +129,6 @@ class Held:
         self._kept.count(self.tensor.untyped_storage(), -1)
 
 
-def peak_bytes(step: Callable[[], Any]) -> int:
-    """The most that this process holds at any time of ``step``, beyond what it held before: Linux's own high-water mark."""
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the mark falls to what is held now
-    before = _resident("VmRSS")
-    step()
-    return _resident("VmHWM") - before
-
-
-def _resident(field: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return 1024 * int(line.split()[1])
-
-
-def return_memory_at_once(yes: bool) -> None:
-    """Make malloc map every larger block by itself: else freed ones stay with the process, and the next peak does not show.
-
-    Mapping takes time, so not while something is timed.
-    """
-    mmap_threshold, trim_threshold = -3, -1
-    for parameter in (mmap_threshold, trim_threshold):
-        ctypes.CDLL(None).mallopt(parameter, 32 << 10 if yes else 32 << 20)
-
-
 def rank_main(rank: int, options: argparse.Namespace, stages: int, dp: int, results: dict[str, Any]) -> None:
     """All modes of one topology."""
     import deepspeed
@@ -169,7 +140,7 @@ def rank_main(rank: int, options: argparse.Namespace, stages: int, dp: int, resu
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": options.rows, "gradient_accumulation_steps": options.micro_batches,
             "steps_per_print": 10**9, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-            "rlfreeze": {"enabled": True, "mask_scope": "step"}, **settings,
+            "rlfreeze": {"enabled": True, "mask_scope": "step", "warmup_steps": 10**6}, **settings,  # masks are given, no plan
         }  # fmt: skip
         engines = {"stock": deepspeed.initialize(model=pipeline(options.layers, options.width, stages), config=config)[0]}
         for ratio in RATIOS:
@@ -180,8 +151,7 @@ def rank_main(rank: int, options: argparse.Namespace, stages: int, dp: int, resu
             meter.watch(engine)
         dtype = torch.float32 if mode == "fp32" else torch.bfloat16
         batch = torch.randn(options.rows, options.width).to(dtype)
-        keys = ("bytes", "seconds", "kept", "peak")
-        figures: dict[str, dict[str, list[float]]] = {name: {key: [] for key in keys} for name in engines}
+        figures: dict[str, dict[str, list[float]]] = {name: {"bytes": [], "seconds": [], "kept": []} for name in engines}
         order = list(engines)
         for step in range(options.warmup + options.steps):
             for name in order if step % 2 else reversed(order):
@@ -191,26 +161,18 @@ def rank_main(rank: int, options: argparse.Namespace, stages: int, dp: int, resu
                 if step >= options.warmup:
                     figures[name]["bytes"].append(meter.bytes)
                     figures[name]["seconds"].append(meter.seconds)
-        return_memory_at_once(True)
         for name, engine in engines.items():  # by themselves: counting takes time
-
-            def step(engine: Any = engine, batch: torch.Tensor = batch) -> None:
-                engine.train_batch(iter([(batch, batch)] * options.micro_batches))
-
-            for _ in range(min(MEMORY_STEPS, options.steps)):
+            for _ in range(KEPT_STEPS):
                 kept = Kept(engine)
                 with kept.hooks():
-                    step()
+                    engine.train_batch(iter([(batch, batch)] * options.micro_batches))
                 figures[name]["kept"].append(kept.peak)
-                figures[name]["peak"].append(peak_bytes(step))
-        return_memory_at_once(False)
         if rank == 0:
             results[f"{mode}, PP{stages} x DP{dp}"] = {
                 name: {
                     "mib_reduced": round(statistics.fmean(values["bytes"]) / 2**20, 3),
                     "optimizer_ms": round(1e3 * statistics.median(values["seconds"]), 3),
                     "optimizer_ms_quartiles": [round(1e3 * q, 3) for q in np.quantile(values["seconds"], (0.25, 0.75))],
-                    "peak_mib": round(statistics.fmean(values["peak"]) / 2**20, 2),
                     "activations_kept_mib": round(statistics.fmean(values["kept"]) / 2**20, 2),
                 }
                 for name, values in figures.items()

@@ -1,4 +1,5 @@
-"""``python -m rlfreeze_ds plan``: a plan from a measured profile. Needs no GPU, torch or deepspeed."""
+"""``python -m rlfreeze_ds plan``: a plan from a measured profile; ``timeline``: the batches of a run. Needs no GPU, torch or
+deepspeed."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rlfreeze_ds.errors import RLFreezeError
@@ -15,7 +16,8 @@ from rlfreeze_ds.planning.plan import Plan
 
 if TYPE_CHECKING:
     from rlfreeze_ds.planning.cost_model import Costs
-    from rlfreeze_ds.planning.dag import PipelineDag
+    from rlfreeze_ds.planning.dag import PipelineDag, Timeline
+    from rlfreeze_ds.planning.instruction import Instruction
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m rlfreeze_ds", description="Freeze parameters where time is lost.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{plan}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{plan,timeline}")
     plan = commands.add_parser(
         "plan",
         help="a freeze ratio per stage and micro-batch from a measured profile",
@@ -68,6 +70,15 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--gantt", metavar="PATH", help="draw the batch unfrozen and planned: .png, .svg or .pdf")
     plan.add_argument("--trace", metavar="PATH", help="write both as a trace for chrome://tracing, ui.perfetto.dev")
     plan.set_defaults(run=_run_plan)
+    timeline = commands.add_parser(
+        "timeline",
+        help="a run's batch with nothing frozen, as planned and as measured",
+        description="Lay out the batches of a run that had RLFREEZE_RUN_DIR set.",
+    )
+    timeline.add_argument("--run", required=True, dest="folder", metavar="DIR", help="what RLFREEZE_RUN_DIR was")
+    timeline.add_argument("--gantt", metavar="PATH", help="draw the three: .png, .svg or .pdf")
+    timeline.add_argument("--trace", metavar="PATH", help="write them as a trace for chrome://tracing, ui.perfetto.dev")
+    timeline.set_defaults(run=_run_timeline)
     return parser
 
 
@@ -102,18 +113,45 @@ def _run_plan(arguments: argparse.Namespace) -> int:
 
 def _planned_batch(arguments: argparse.Namespace, dag: PipelineDag, costs: Costs, plan: Plan) -> str:
     """The planned batch as text; the picture and the trace that were asked for are written."""
+    ratios = {"unfrozen": {}, "planned": plan.ratios}
+    batches = {name: dag.simulate(costs.seconds(ratios[name]), costs.transfer_s, costs.tail_s) for name in ratios}
+    _write_batches(arguments, batches, ratios)
+    return _grid("planned", batches["planned"])
+
+
+def _run_timeline(arguments: argparse.Namespace) -> int:
+    from rlfreeze_ds.telemetry.run_batches import read_run
+
+    found = read_run(arguments.folder)
+    _write_batches(arguments, found.timelines, found.ratios)
+    print(
+        f"step {found.step}: predicted {found.predicted_s:.4g} s, measured {found.measured_s:.4g} s "
+        f"({found.predicted_s / found.measured_s - 1:+.1%})"
+    )
+    for name, timeline in found.timelines.items():
+        print(f"\n{_grid(name, timeline)}")
+    return 0
+
+
+def _write_batches(
+    arguments: argparse.Namespace, batches: Mapping[str, Timeline], ratios: Mapping[str, Mapping[Instruction, float]]
+) -> None:
+    """The picture and the trace that were asked for."""
     from rlfreeze_ds.planning import timeline
     from rlfreeze_ds.planning.picture import save_picture
 
-    ratios = {"unfrozen": {}, "planned": plan.ratios}
-    batches = {name: dag.simulate(costs.seconds(ratios[name]), costs.transfer_s, costs.tail_s) for name in ratios}
     if arguments.gantt is not None:
         size = timeline.comparison_size(batches)
         save_picture(arguments.gantt, lambda ax: timeline.draw_comparison(ax, batches, ratios), size=size)
     if arguments.trace is not None:
         write_text(arguments.trace, json.dumps(timeline.chrome_trace(batches, ratios), allow_nan=False) + "\n")
-    grid = timeline.text_grid(batches["planned"], shutil.get_terminal_size((100, 24)).columns)
-    return f"the planned batch (F forward, B = I + W backward, blank: waiting)\n{grid}"
+
+
+def _grid(name: str, batch: Timeline) -> str:
+    from rlfreeze_ds.planning.timeline import text_grid
+
+    grid = text_grid(batch, shutil.get_terminal_size((100, 24)).columns)
+    return f"the {name} batch (F forward, B = I + W backward, blank: waiting)\n{grid}"
 
 
 def _text(plan: Plan) -> str:

@@ -271,6 +271,7 @@ class FreezeController:
                 self._gradients(),
                 self.decision if self._usable(num_micro_batches) else None,
                 self.history.steady(self.planned, TRANSFER_STEPS),
+                self.history.instruction_seconds(self.planned),
                 self.history.unfrozen_makespan_s(num_micro_batches),
             ),
         )

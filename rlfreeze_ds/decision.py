@@ -46,6 +46,7 @@ class Decision:
     expected_kept_progress: float
     expected_loss_per_second_gain: float
     verdict: str
+    solver: str
     whole: bool
 
     @property
@@ -136,14 +137,14 @@ def decide(
         SolverError: no solver gave an answer that holds; the caller keeps its last decision.
     """
     if plan_ratios is not None:
-        return _predicted(step, config, dag, stages, transfer_s, plan_ratios, "ratios of the plan file")
+        return _predicted(step, config, dag, stages, transfer_s, plan_ratios, "none", "ratios of the plan file")
     plan = _plan(config, dag, stages, transfer_s)
     ratios = [[plan.ratio(facts.shape.stage_id, m) for m in range(plan.num_micro_batches)] for facts in stages]
-    decision = _predicted(step, config, dag, stages, transfer_s, ratios, plan.verdict)
+    decision = _predicted(step, config, dag, stages, transfer_s, ratios, plan.solver, plan.verdict)
     if decision.predicted_makespan_s <= (1 - WORTHWHILE_GAIN) * decision.unfrozen_makespan_s:
         return decision
     nothing = [[0.0] * plan.num_micro_batches for _ in stages]
-    return _predicted(step, config, dag, stages, transfer_s, nothing, plan.verdict)
+    return _predicted(step, config, dag, stages, transfer_s, nothing, plan.solver, plan.verdict)
 
 
 def _plan(config: FreezeConfig, dag: PipelineDag, stages: Sequence[StageFacts], transfer_s: float) -> Plan:
@@ -235,6 +236,7 @@ def _predicted(
     stages: Sequence[StageFacts],
     transfer_s: float,
     ratios: Sequence[Sequence[float]],
+    solver: str,
     why_not: str,
 ) -> Decision:
     """The decision for these ratios, with what the real masks of some steps will take. ``why_not``: where they are all 0."""
@@ -250,6 +252,7 @@ def _predicted(
         mean_freeze_ratio=0.0,
         expected_kept_progress=1.0,
         expected_loss_per_second_gain=1.0,
+        solver=solver,
         whole=stages[0].whole,
         verdict=f"not worth freezing: the best plan gains less than {WORTHWHILE_GAIN:.0%} over {unfrozen_s:.4f} s ({why_not})",
     )

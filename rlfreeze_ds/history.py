@@ -123,6 +123,15 @@ class StepHistory:
         )
         return steady[-num_steps:] if len(steady) >= num_steps else ()
 
+    def instruction_seconds(self, since_step: int) -> tuple[tuple[str, int, float], ...]:
+        """(kind, micro_batch_id, median seconds) of each instruction, over the steps of the steady phase since ``since_step``."""
+        rows: dict[tuple[str, int], list[float]] = {}
+        for step in self._recent:
+            if step.masks.phase == "steady" and step.masks.step >= since_step:
+                for key, seconds in step.timing.seconds.items():
+                    rows.setdefault(key, []).append(seconds)
+        return tuple((*key, float(np.median(seconds))) for key, seconds in rows.items())
+
     def state_dict(self) -> dict[str, list[dict[str, Any]]]:
         """As plain JSON values."""
         return {"calibration": _rows(self._calibration), "recent": _rows(self._recent)}

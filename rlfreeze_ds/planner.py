@@ -25,8 +25,8 @@ from rlfreeze_ds.telemetry.run_log import RunLog
 @dataclass(frozen=True)
 class StageReport:
     """What one rank knows for a plan: its stage, the order it ran in, its fitted seconds, the statistics and the gradients of its
-    units, the decision in force with what the last batches under it took, and the seconds of a batch with nothing frozen. None
-    where nothing was measured."""
+    units, the decision in force with what the last batches under it took, as wholes and (kind, micro_batch_id, seconds) by
+    instruction, and the seconds of a batch with nothing frozen. None where nothing was measured."""
 
     stage_id: int
     order: str
@@ -35,6 +35,7 @@ class StageReport:
     gradients: StageGradients
     present: Decision | None
     steady: tuple[tuple[int, float], ...]
+    seconds: tuple[tuple[str, int, float], ...]
     unfrozen_makespan_s: float | None
 
 
@@ -56,6 +57,8 @@ class Planner:
         self._request: PlanRequest | None = None
         self._statistics: list[tuple[list[float], list[float]]] = []
         self._failure: str | None = None
+        self._seconds: list[tuple[tuple[str, int, float], ...]] = []
+        self._solver = ""
 
     def ask(self, step: int, report: StageReport) -> None:
         """Collective. Start to solve for ``step``; returns before it is solved."""
@@ -106,6 +109,7 @@ class Planner:
         fits = [_slowest([report.fit for report in replicas]) for replicas in stages]
         if None in fits:
             raise SolverError(f"no timings yet from stage {fits.index(None)}")
+        self._seconds = [replicas[0].seconds for replicas in stages]
         num_micro_batches = stages[0][0].order.count("F")
         if self.plan_ratios is not None and len(self.plan_ratios[0]) != num_micro_batches:
             path = self.config.planning.plan_file
@@ -160,6 +164,21 @@ class Planner:
             for shape, row in zip(self.shapes, decision.eligible, strict=True)
         ]
         logger.info(f"step {step}: plan {decision.verdict}; eligible share {min(shares):.2f} to {max(shares):.2f}")
+        if decision.solver != self._solver:
+            self._solver = decision.solver
+            logger.info(f"step {step}: plans are solved with {decision.solver}")
+        if request.present is not None and request.steady:
+            self.run_log.write(
+                "batch",
+                step=request.step,
+                orders=request.orders,
+                ratios=request.present.ratios,
+                predicted_makespan_s=request.present.predicted_makespan_s,
+                measured_makespan_s=float(np.median([seconds for _, seconds in request.steady])),
+                transfer_s=answer.transfer_s,
+                seconds=self._seconds,
+                fits=[asdict(fit) for fit in request.fits],
+            )
         self.run_log.write(
             "plan",
             **{**vars(decision), "eligible": None},

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
+from rlfreeze_ds.planning.builders import one_f_one_b
 from rlfreeze_ds.planning.cost_model import Costs, Duration
 from rlfreeze_ds.planning.profile import write_profile
-from rlfreeze_ds.planning.schedule import one_f_one_b
 
 ROOT = Path(__file__).parent.parent
 TINY = ("--warmup", "1", "--width", "16")
 
 
-def run_small(tmp_path: Path, script: str, *flags: str) -> dict[str, Any]:
+def run_small(tmp_path: Path, script: str, *flags: str, steps: bool = True) -> dict[str, Any]:
     record = tmp_path / "record.json"
     done = subprocess.run(
-        [sys.executable, f"benchmarks/{script}", "--steps", "4", *flags, "--json", str(record)],
+        [sys.executable, f"benchmarks/{script}", *(("--steps", "4") if steps else ()), *flags, "--json", str(record)],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
         timeout=200, check=False,
     )  # fmt: skip
@@ -41,7 +41,7 @@ def test_savings_smoke(tmp_path: Path) -> None:
         reduced = {name: figures["mib_reduced"] for name, figures in engines.items()}
         # Under ZeRO the criterion sums two numbers per unit over the replicas.
         assert 0 <= reduced["ratio 0.0"] - reduced["stock"] <= 0.002 and reduced["stock"] > 0, job
-        assert all(figures["peak_mib"] >= 0 and figures["activations_kept_mib"] > 0 for figures in engines.values())
+        assert all(figures["activations_kept_mib"] > 0 for figures in engines.values())
         assert reduced["ratio 0.8"] < 0.5 * reduced["stock"] and reduced["ratio 0.5"] < 0.8 * reduced["stock"], job
 
 
@@ -63,3 +63,14 @@ def test_emulated_pipeline_smoke(tmp_path: Path) -> None:
         # Nothing is skipped that the masks do not skip, and what they skip (W takes 0.02 s) is not slept.
         assert figures["batch_s"]["median"] >= 0.98 * parts["dag_of_profile_and_masks_s"]
         assert -0.001 < parts["backward_beyond_profile_s"]["median"] < 0.01
+
+
+def test_planner_scale_smoke(tmp_path: Path) -> None:
+    figures = run_small(tmp_path, "planner_scale.py", "--sizes", "1", "--repeats", "1", "--full", steps=False)["figures"]
+    assert figures["4 x 8"]["makespan_over_full"] == 1.0 and figures["4 x 8"]["speedup"] > 1
+
+
+def test_uneven_stages_smoke(tmp_path: Path) -> None:
+    small = ("--width", "16", "--seq-len", "16", "--rows", "1", "--plan-steps", "20")
+    figures = run_small(tmp_path, "uneven_stages.py", *small)
+    assert figures["predicted_s"] > 0 and len(figures["stage_freeze_ratio"]) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import time
 from dataclasses import replace
@@ -108,6 +109,31 @@ def test_measured_shares_choose_the_masks_and_their_seconds() -> None:
     decision = decide(0, config, dag, [facts], 0.0, [[0.5] * 4])
     shares = [facts.share(mask) for step in range(400) for mask in decision.masks(config, shape, step)]
     assert sum(shares) / len(shares) == pytest.approx(0.5, abs=0.02)
+
+
+def progress_job(max_freeze_ratio: float) -> dict[str, Any]:
+    planning = QUICK["planning"] | {"objective": "progress", "max_freeze_ratio": max_freeze_ratio, "drift_tolerance": 1e9}
+    engine = build(2, jobs.ds_config(8, rlfreeze=QUICK | {"replan_interval": 25, "planning": planning}))
+    slow_weight_gradients(engine, 0.002)
+    for step in range(60):
+        engine.train_batch(jobs.batches(step, 8))
+    controller = engine.freeze_controller
+    return {"decision": controller.decision, "gradients": controller._gradients(), "masks": engine._step_masks.masks}
+
+
+def test_a_job_measures_signal_and_noise_and_plans_with_them() -> None:
+    results = run_ranks(progress_job, 2, 0.8)
+    decisions = [result["decision"] for result in results]
+    assert decisions[0] == decisions[1] and decisions[0].step > 50
+    # Labels are drawn at random, so there is little but noise, and live counts differ enough to see it.
+    noise = [value for result in results for value in result["gradients"].noise]
+    assert sum(map(math.isfinite, noise)) > len(noise) / 2
+    assert all(norm > 0 for result in results for norm in result["gradients"].norm)
+    decision = decisions[0]
+    if decision.mean_freeze_ratio > 0:
+        assert decision.expected_loss_per_second_gain > 1.0 and 0 < decision.expected_kept_progress < 1
+    else:
+        assert not any(any(result["masks"]) for result in results)
 
 
 # -- a plan of the user's -----------------------------------------------------------------------------------------------

@@ -37,7 +37,10 @@ _GROUP_GAP = 1.0
 
 
 def measured_timeline(
-    dag: PipelineDag, stage_seconds: Sequence[Mapping[tuple[str, int], float]], transfer_s: float = 0.0
+    dag: PipelineDag,
+    stage_seconds: Sequence[Mapping[tuple[str, int], float]],
+    transfer_s: float = 0.0,
+    tail_s: Mapping[int, float] | None = None,
 ) -> Timeline:
     """A step that really ran, laid out from the measured seconds of its instructions.
 
@@ -47,7 +50,8 @@ def measured_timeline(
     Args:
         dag: the batch that ran, one stage a rank.
         stage_seconds: per stage, (kind, micro_batch_id) to seconds, as in ``telemetry.profiler.StepTiming.seconds``.
-        transfer_s: seconds on each edge from one rank to another.
+        transfer_s: seconds of a transfer from one rank to another.
+        tail_s: per rank, seconds of what follows its last instruction.
 
     Raises:
         ScheduleError: the instructions that were measured are not those of the batch.
@@ -60,7 +64,7 @@ def measured_timeline(
     unknown = sorted(seconds.keys() - set(dag.schedule.instructions))
     if unknown:
         raise ScheduleError(f"{unknown[0]} was measured but is not in the batch: pass the timings of one step of it.")
-    return dag.simulate(seconds, transfer_s)
+    return dag.simulate(seconds, transfer_s, tail_s)
 
 
 def draw(ax: Axes, timeline: Timeline, ratios: Ratios | None = None, critical_path: bool = True) -> None:
