@@ -41,7 +41,6 @@ def test_savings_smoke(tmp_path: Path) -> None:
         reduced = {name: figures["mib_reduced"] for name, figures in engines.items()}
         # Under ZeRO the criterion sums two numbers per unit over the replicas.
         assert 0 <= reduced["ratio 0.0"] - reduced["stock"] <= 0.002 and reduced["stock"] > 0, job
-        assert all(figures["activations_kept_mib"] > 0 for figures in engines.values())
         assert reduced["ratio 0.8"] < 0.5 * reduced["stock"] and reduced["ratio 0.5"] < 0.8 * reduced["stock"], job
 
 

