@@ -4,7 +4,8 @@ How to run: OMP_NUM_THREADS=1 python benchmarks/savings.py --json benchmarks/rec
 What to expect: some five minutes. For PP1 x DP2 and PP2 x DP2 and each mode, ranks hold a stock engine and one of ours with
 ``"mask_scope": "step"`` per freeze ratio; all train in turn on the same batches. Bytes are what this rank hands to the
 data-parallel reduction of gradients in one step; optimizer seconds are those of the inner optimizer's ``step``, hooks
-included; memory is the most that autograd keeps for the backward at any time of a step. On rank 0: means over steps of bytes
+included; memory is the most that autograd keeps for the backward at any time of a step, and the most of that and the parameters'
+gradients together (weights, moments and flat buffers are the same for all). On rank 0: means over steps of bytes
 and memory, which vary with the masks, and medians of seconds.
 """
 
@@ -26,6 +27,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 RATIOS = (0.0, 0.5, 0.8)
 KEPT_STEPS = 10
+KEYS = ("bytes", "seconds", "kept", "peak")
 
 
 class Meter:
@@ -92,10 +94,12 @@ def freeze(engine: Any, ratio: float) -> None:
 
 
 class Kept:
-    """Bytes of the activations that autograd keeps for the backward, and the most at any time. Parameters do not count."""
+    """Bytes of the activations that autograd keeps for the backward: the most at any time, alone and with the gradients that
+    parameters hold then. Parameters do not count."""
 
     def __init__(self, engine: Any) -> None:
-        self.peak = self._now = 0
+        self.peak = self.peak_with_gradients = self._now = 0
+        self._trained = [p for p in engine.module.parameters() if p.requires_grad]
         self._holders: dict[int, int] = {}
         self._parameters = {p.untyped_storage().data_ptr() for p in engine.module.parameters()}
 
@@ -116,6 +120,8 @@ class Kept:
         if before + change in (0, 1) and before != 2:
             self._now += change * storage.nbytes()
             self.peak = max(self.peak, self._now)
+            held = sum(p.grad.nbytes for p in self._trained if p.grad is not None)
+            self.peak_with_gradients = max(self.peak_with_gradients, self._now + held)
 
 
 class Held:
@@ -151,7 +157,7 @@ def rank_main(rank: int, options: argparse.Namespace, stages: int, dp: int, resu
             meter.watch(engine)
         dtype = torch.float32 if mode == "fp32" else torch.bfloat16
         batch = torch.randn(options.rows, options.width).to(dtype)
-        figures: dict[str, dict[str, list[float]]] = {name: {"bytes": [], "seconds": [], "kept": []} for name in engines}
+        figures: dict[str, dict[str, list[float]]] = {name: {key: [] for key in KEYS} for name in engines}
         order = list(engines)
         for step in range(options.warmup + options.steps):
             for name in order if step % 2 else reversed(order):
@@ -167,6 +173,7 @@ def rank_main(rank: int, options: argparse.Namespace, stages: int, dp: int, resu
                 with kept.hooks():
                     engine.train_batch(iter([(batch, batch)] * options.micro_batches))
                 figures[name]["kept"].append(kept.peak)
+                figures[name]["peak"].append(kept.peak_with_gradients)
         if rank == 0:
             results[f"{mode}, PP{stages} x DP{dp}"] = {
                 name: {
@@ -174,6 +181,7 @@ def rank_main(rank: int, options: argparse.Namespace, stages: int, dp: int, resu
                     "optimizer_ms": round(1e3 * statistics.median(values["seconds"]), 3),
                     "optimizer_ms_quartiles": [round(1e3 * q, 3) for q in np.quantile(values["seconds"], (0.25, 0.75))],
                     "activations_kept_mib": round(statistics.fmean(values["kept"]) / 2**20, 2),
+                    "activations_and_gradients_mib": round(statistics.fmean(values["peak"]) / 2**20, 2),
                 }
                 for name, values in figures.items()
             }

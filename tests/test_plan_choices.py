@@ -203,7 +203,7 @@ def test_a_plan_file_for_another_batch_freezes_nothing_and_says_why(tmp_path: Pa
 
 def drifting_job(folder: str) -> list[tuple[int, float]]:
     os.environ["RLFREEZE_RUN_DIR"] = folder
-    block = QUICK | {"replan_interval": 1000, "planning": QUICK["planning"] | {"drift_tolerance": 0.5}}
+    block = QUICK | {"replan_interval": 1000, "planning": QUICK["planning"] | {"drift_tolerance": 1.5}}
     engine = build(2, jobs.ds_config(4, rlfreeze=block))
     slow_weight_gradients(engine, 0.004)
     seen = []
