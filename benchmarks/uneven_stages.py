@@ -129,10 +129,10 @@ def rank_main(rank: int, options: argparse.Namespace) -> None:
         speedup, mean = statistics.median(speedups), statistics.fmean(values)
         figures[name] = {
             "speedup": round(speedup, 4), "speedup_quartiles": [round(float(q), 4) for q in np.quantile(speedups, (0.25, 0.75))],
-            "mean_freeze_ratio": round(mean, 4), "speedup_per_ratio": round((speedup - 1) / mean, 4),
+            "mean_freeze_ratio": round(mean, 4), "speedup_per_ratio": round((speedup - 1) / mean, 4) if mean > 0 else None,
         }  # fmt: skip
     plan, drawn = (figures[name]["speedup_per_ratio"] for name in ratios)
-    figures["per_ratio_plan_over_random"] = round(plan / drawn, 3)
+    figures["per_ratio_plan_over_random"] = round(plan / drawn, 3) if plan and drawn else None
     measured = statistics.median(makespans["plan"])
     figures["predicted_s"], figures["measured_s"] = round(decision.predicted_makespan_s, 5), round(measured, 5)
     figures["predicted_over_measured"] = round(decision.predicted_makespan_s / measured, 4)

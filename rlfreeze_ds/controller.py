@@ -176,6 +176,8 @@ class FreezeController:
         config = self.config
         if self.phase == "warmup" and self.phase_step >= config.warmup_steps:
             self.criterion.set_reference()
+            # Gradients fall fast at first, and with all micro-batches live they tell nothing of the noise.
+            self.noise = GradientNoise(len(self.units), self.device)
             self._enter("profile")
         elif self.phase == "profile" and self.phase_step >= config.profile_steps:
             self._enter("ramp")

@@ -101,7 +101,7 @@ def soak_job() -> dict[str, Any]:
             + sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in engine.module.modules()),
             "threads": threading.active_count(),
             "files": len(os.listdir("/proc/self/fd")),
-            "state": len(str(engine.freeze_controller.state_dict())) // 20_000,
+            "state": len(str(engine.freeze_controller.state_dict())),
             "in flight": len(engine.freeze_controller._in_flight),
         }
 
@@ -123,7 +123,9 @@ def soak_job() -> dict[str, Any]:
 
 def test_five_hundred_steps_grow_nothing_and_evaluations_leave_no_trace() -> None:
     for result in run_ranks(soak_job, 2):
-        assert result["counts"][100] == result["counts"][500]
+        early, late = result["counts"][100], result["counts"][500]
+        assert late.pop("state") < 1.2 * early.pop("state")  # numbers of other lengths, and a plan or none
+        assert early == late
         assert all(result["evaluations"])
         assert result["decided"] > 450
 
