@@ -189,7 +189,7 @@ def rank_main(rank: int, options: argparse.Namespace, stages: int, dp: int, resu
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=30, help="counted steps of every engine")
+    parser.add_argument("--steps", type=int, default=15, help="counted steps of every engine")
     parser.add_argument("--warmup", type=int, default=3, help="steps that are not counted")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=384)
