@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from rlfreeze_ds.errors import ScheduleError
@@ -185,7 +185,12 @@ _TRANSFERS = {"SA": ("F", 0), "RA": ("F", -1), "SG": ("B", 0), "RG": ("B", 1)}
 
 def command_name(command: Any) -> str | None:
     """The name in :func:`from_commands` of a DeepSpeed command; None for one that a plan need not know."""
-    bases = [base.__name__ for base in type(command).__mro__]
+    return _name_of(type(command))
+
+
+@cache  # the engine asks for every command of every step
+def _name_of(kind: type) -> str | None:
+    bases = [base.__name__ for base in kind.__mro__]
     return next((name for suffix, name in _NAMES.items() for base in bases if base.endswith(suffix)), None)
 
 
