@@ -23,6 +23,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ from rlfreeze_ds.planning.profile import read_profile
 
 PROFILE = Path(__file__).parent / "profiles" / "llama8b_h200_pp4_1f1b.csv"
 WIDTH = 8
+# The layers of a LLaMA-8B block: an attention (q, k, v, o) and an MLP (gate, up, down), in units of 4096 x 1024 elements.
+BLOCK = ((4, 1, 1, 4), (14, 14, 14))
 WARMUP_STEPS, PROFILE_STEPS_PER_STAGE, RAMP_STEPS = 10, 2, 2
 Masks = Sequence[Sequence[Sequence[int]]]
 """``masks[stage][micro_batch]``: the frozen layers."""
@@ -45,18 +48,19 @@ Masks = Sequence[Sequence[Sequence[int]]]
 
 @dataclass(frozen=True)
 class Emulated:
-    """What is emulated, with ``units`` layers a stage.
+    """What is emulated. A stage is a chain of layers of some matrices each, which are the freeze units.
 
     Attributes:
         dag: the batch.
         seconds: ``seconds[stage][micro_batch]`` = (F, I, W).
         needs_input: per stage, whether I is paid whatever is frozen.
+        sizes: per layer of a stage, the elements of its matrices; seconds are shared out by elements.
     """
 
     dag: PipelineDag
     seconds: tuple[tuple[tuple[float, float, float], ...], ...]
     needs_input: tuple[bool, ...]
-    units: int
+    sizes: tuple[tuple[int, ...], ...]
 
     @classmethod
     def read(cls, options: argparse.Namespace) -> Emulated:
@@ -75,18 +79,38 @@ class Emulated:
             if not needs_input[stage]:
                 rows = [[f, options.first_stage_input * w, (1 - options.first_stage_input) * w] for f, _, w in rows]
             seconds.append(tuple(map(tuple, rows)))
-        return cls(PipelineDag(schedule), tuple(seconds), tuple(needs_input), options.units)
+        return cls(PipelineDag(schedule), tuple(seconds), tuple(needs_input), options.blocks * BLOCK)
+
+    @cached_property
+    def unit_shares(self) -> tuple[float, ...]:
+        """Per freeze unit, its share of the elements of a stage."""
+        sizes = [size for layer in self.sizes for size in layer]
+        return tuple(size / sum(sizes) for size in sizes)
+
+    @cached_property
+    def shares(self) -> tuple[float, ...]:
+        """Per layer, its share of the elements of a stage."""
+        return tuple(sum(layer) / sum(map(sum, self.sizes)) for layer in self.sizes)
+
+    def share(self, mask: Sequence[int]) -> float:
+        """Share of a stage's weight gradients that a mask skips."""
+        return sum(self.unit_shares[unit] for unit in mask)
 
     def input_share(self, stage: int, layer: int) -> float:
         """Share of the stage's I that is this layer's; the first layer of a batch has none."""
-        return 1.0 / self.units if self.needs_input[stage] else (layer > 0) / max(1, self.units - 1)
+        if self.needs_input[stage]:
+            return self.shares[layer]
+        return (layer > 0) * self.shares[layer] / (1.0 - self.shares[0])
 
     def backward(self, stage: int, micro_batch: int, mask: Sequence[int]) -> float:
-        """Seconds of B with these layers frozen."""
+        """Seconds of B with these units frozen."""
         _, input_gradient, weight_gradient = self.seconds[stage][micro_batch]
-        live = [layer for layer in range(self.units) if layer not in mask]
-        behind = range(self.units) if self.needs_input[stage] else range(live[0] + 1, self.units) if live else ()
-        return sum(self.input_share(stage, u) for u in behind) * input_gradient + len(live) / self.units * weight_gradient
+        units = iter(range(len(self.unit_shares)))
+        alive = [[next(units) not in mask for _ in layer] for layer in self.sizes]
+        live = [index for index, layer in enumerate(alive) if any(layer)]
+        layers = range(len(self.sizes))
+        behind = layers if self.needs_input[stage] else layers[live[0] + 1 :] if live else ()
+        return sum(self.input_share(stage, n) for n in behind) * input_gradient + (1 - self.share(mask)) * weight_gradient
 
     def makespan(self, masks: Masks) -> float:
         """Seconds of a batch by the profile alone: transfers and host time are 0."""
@@ -101,7 +125,7 @@ class Emulated:
 
     def freeze_ratio(self, masks: Masks) -> tuple[float, float]:
         """Share of the weight gradients of a batch that is skipped: of their seconds; and as the mean of all masks' shares."""
-        shares = [[len(mask) / self.units for mask in row] for row in masks]
+        shares = [[self.share(mask) for mask in row] for row in masks]
         weights = [[w for _, _, w in row] for row in self.seconds]
         return float(np.average(shares, weights=weights)), float(np.mean(shares))
 
@@ -139,30 +163,37 @@ class Pace:
 
 
 class Sleep(torch.autograd.Function):
-    """``x + weight``, in the seconds of ``layer``."""
+    """``x`` + the means of ``weights``, in the seconds of ``layer``."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: SleepingLayer, micro_batch_id: int) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, layer: SleepingLayer, micro_batch_id: int, *weights: torch.Tensor) -> torch.Tensor:
         ctx.layer, ctx.seconds = layer, layer.seconds[micro_batch_id]
         layer.pace.sleep(ctx.seconds[0])
-        return x + weight
+        return x + sum(weight.mean() for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         layer, (_, input_gradient, weight_gradient) = ctx.layer, ctx.seconds
-        for_input, for_weight = ctx.needs_input_grad[:2]
-        layer.pace.sleep(for_input * input_gradient + for_weight * weight_gradient)
-        return (gradient if for_input else None, gradient.sum(0) if for_weight else None, None, None)
+        for_input, _, _, *for_weights = ctx.needs_input_grad
+        live = sum(size for size, needed in zip(layer.sizes, for_weights, strict=True) if needed) / sum(layer.sizes)
+        layer.pace.sleep(for_input * input_gradient + live * weight_gradient)
+        total = gradient.sum()
+        of_weights = [total / n if needed else None for n, needed in zip(layer.sizes, for_weights, strict=True)]
+        return (
+            gradient if for_input else None, None, None,
+            *(g if g is None else g.expand(n) for g, n in zip(of_weights, layer.sizes, strict=True)),
+        )  # fmt: skip
 
 
 class SleepingLayer(nn.Module):
-    """One of the equal layers of a stage; ``seconds[micro_batch]`` = (F, I, W) of this layer."""
+    """One of the layers of a stage; ``seconds[micro_batch]`` = (F, I, W) of this layer."""
 
     def __init__(self, index: int, emulated: Emulated, pace: Pace) -> None:
         super().__init__()
-        stage, layer = divmod(index, emulated.units)
-        shares = (1 / emulated.units, emulated.input_share(stage, layer), 1 / emulated.units)
-        self.weight = nn.Parameter(torch.zeros(WIDTH))
+        stage, layer = divmod(index, len(emulated.sizes))
+        shares = (emulated.shares[layer], emulated.input_share(stage, layer), emulated.shares[layer])
+        self.sizes = emulated.sizes[layer]
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(size)) for size in self.sizes)
         self.pace = pace
         self.seconds = [tuple(share * s for share, s in zip(shares, row, strict=True)) for row in emulated.seconds[stage]]
         self.makes_input_need_gradient = layer == 0 and emulated.needs_input[stage]
@@ -173,7 +204,7 @@ class SleepingLayer(nn.Module):
         self._num_forwards += 1
         if self.makes_input_need_gradient and not x.requires_grad:
             x = x.detach().requires_grad_()
-        return Sleep.apply(x, self.weight, self, micro_batch_id)
+        return Sleep.apply(x, self, micro_batch_id, *self.weights)
 
 
 class Watch:
@@ -234,14 +265,12 @@ def make_engines(options: argparse.Namespace, emulated: Emulated, pace: Pace) ->
     num_stages = len(emulated.seconds)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": len(emulated.seconds[0]),
-        "steps_per_print": 10**9, "optimizer": {"type": "AdamW", "params": {"lr": 1e-6, "torch_adam": True}},
+        "steps_per_print": 10**9, "optimizer": {"type": "SGD", "params": {"lr": 1e-6}},
     }  # fmt: skip
 
     def model() -> Any:
-        layers = [LayerSpec(SleepingLayer, i, emulated, pace) for i in range(num_stages * options.units)]
-        return PipelineModule(
-            layers, num_stages=num_stages, loss_fn=nn.functional.mse_loss, partition_method="uniform", seed_layers=True
-        )
+        layers = [LayerSpec(SleepingLayer, i, emulated, pace) for i in range(num_stages * len(emulated.sizes))]
+        return PipelineModule(layers, num_stages=num_stages, loss_fn=nn.functional.mse_loss, partition_method="uniform")
 
     engines = {"stock": deepspeed.initialize(model=model(), config=config)[0]}
     for ratio in options.ratios:
@@ -361,7 +390,7 @@ def main() -> None:
     parser.add_argument("--profile", default=str(PROFILE), help="CSV, see benchmarks/profiles/README.md")
     parser.add_argument("--scale", type=float, default=1.0, help="times all seconds of the profile")
     parser.add_argument("--first-stage-input", type=float, default=0.0, help="share of I in the first stage's B, see above")
-    parser.add_argument("--units", type=int, default=16, help="layers of a stage: an attention and an MLP for each of LLaMA's 8")
+    parser.add_argument("--blocks", type=int, default=8, help="of the model on each stage: 8 of LLaMA-8B's 32 on 4 stages")
     parser.add_argument("--dp", type=int, default=1, help="replicas of the pipeline")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 0.8], help="max_freeze_ratio of each of our engines")
     parser.add_argument("--time-slack", type=float, default=0.02)

@@ -26,6 +26,8 @@ PREDICTED_STEPS = 8
 # Share of a first stage's backward above which the input gradients of a frozen prefix are worth freezing its pool whole. Masks of
 # single units follow the plan's ratios; whole ones only on average, which lengthens a batch by some 4 %.
 WORTHWHILE_PREFIX = 0.1
+# A slack that differs by less is not worth another solve.
+_SAME_SLACK = 5e-4
 
 
 @dataclass(frozen=True)
@@ -106,9 +108,9 @@ class StageFacts:
         """Share of the weight-gradient time that ``mask`` skips."""
         return min(1.0, sum(self.unit_shares[unit] for unit in mask))
 
-    def backward_s(self, mask: Mask) -> float:
+    def backward_s(self, mask: Mask, micro_batch_id: int) -> float:
         """Seconds of a backward pass under ``mask``."""
-        return self.fit.backward(self.share(mask), self.shape.prefix_share(mask))
+        return self.fit.backward(self.share(mask), self.shape.prefix_share(mask), micro_batch_id)
 
     @property
     def whole(self) -> bool:
@@ -127,10 +129,13 @@ def decide(
     stages: Sequence[StageFacts],
     transfer_s: float,
     plan_ratios: Sequence[Sequence[float]] | None = None,
+    beyond: float = 0.0,
 ) -> Decision:
     """Solve for the ratios of every (stage, micro-batch).
 
     Args:
+        beyond: share of its prediction by which a batch was seen to be longer. This, and what is lost because masks hold
+            whole units, is a part of ``time_slack`` that is given up already: up to half of it.
         plan_ratios: ``[stage][micro_batch]``, to be used as they are instead.
 
     Raises:
@@ -138,29 +143,44 @@ def decide(
     """
     if plan_ratios is not None:
         return _predicted(step, config, dag, stages, transfer_s, plan_ratios, "none", "ratios of the plan file")
-    plan = _plan(config, dag, stages, transfer_s)
-    ratios = [[plan.ratio(facts.shape.stage_id, m) for m in range(plan.num_micro_batches)] for facts in stages]
-    decision = _predicted(step, config, dag, stages, transfer_s, ratios, plan.solver, plan.verdict)
+    slack = config.planning.time_slack
+    plan, decision = _solved(step, config, dag, stages, transfer_s, slack)
+    if config.planning.objective == "makespan" and config.planning.target_speedup is None and plan.mean_freeze_ratio > 0:
+        lost = decision.predicted_makespan_s * (1 + max(0.0, beyond)) / plan.planned_makespan_s - 1
+        left = max(slack - lost, slack / 2)
+        if slack - left > _SAME_SLACK:
+            plan, decision = _solved(step, config, dag, stages, transfer_s, left)
     if decision.predicted_makespan_s <= (1 - WORTHWHILE_GAIN) * decision.unfrozen_makespan_s:
         return decision
     nothing = [[0.0] * plan.num_micro_batches for _ in stages]
     return _predicted(step, config, dag, stages, transfer_s, nothing, plan.solver, plan.verdict)
 
 
-def _plan(config: FreezeConfig, dag: PipelineDag, stages: Sequence[StageFacts], transfer_s: float) -> Plan:
+def _solved(
+    step: int, config: FreezeConfig, dag: PipelineDag, stages: Sequence[StageFacts], transfer_s: float, time_slack: float
+) -> tuple[Plan, Decision]:
+    plan = _plan(config, dag, stages, transfer_s, time_slack)
+    ratios = [[plan.ratio(facts.shape.stage_id, m) for m in range(plan.num_micro_batches)] for facts in stages]
+    return plan, _predicted(step, config, dag, stages, transfer_s, ratios, plan.solver, plan.verdict)
+
+
+def _plan(
+    config: FreezeConfig, dag: PipelineDag, stages: Sequence[StageFacts], transfer_s: float, time_slack: float
+) -> Plan:
     planning = config.planning
     durations = {}
     for instruction in dag.schedule.instructions:
         facts = stages[instruction.stage_id]
         if instruction.is_forward:
-            durations[instruction] = Duration(facts.fit.forward_s, facts.fit.forward_s)
+            forward_s = facts.fit.forward(instruction.micro_batch_id)
+            durations[instruction] = Duration(forward_s, forward_s)
         else:
-            durations[instruction] = _backward_duration(config, facts)
+            durations[instruction] = _backward_duration(config, facts, instruction.micro_batch_id)
     costs = Costs(durations, transfer_s, _tails(stages))
     caps = _strict_caps(config, stages, dag.schedule.num_micro_batches)
     limits = Limits(
         planning.max_freeze_ratio,
-        planning.time_slack,
+        time_slack,
         stage_ratio_cap={stage: share for stage, (share, _) in caps.items()},
         stage_mean_cap={stage: mean for stage, (_, mean) in caps.items()},
         equal_in_stage=config.mask_scope == "step",
@@ -197,15 +217,16 @@ def _strict_caps(
     return caps
 
 
-def _backward_duration(config: FreezeConfig, facts: StageFacts) -> Duration:
+def _backward_duration(config: FreezeConfig, facts: StageFacts, micro_batch_id: int) -> Duration:
     """Linear in the ratio and right at the largest mask that the selection allows."""
-    unfrozen_s = facts.fit.backward_s
+    unfrozen_s = facts.fit.backward(0.0, 0.0, micro_batch_id)
     pool = facts.pool(config.selection)
     share = facts.share(pool)
     if share <= 0:
         return Duration(unfrozen_s, unfrozen_s)
     prefix_share = facts.shape.prefix_share(pool) if facts.whole else 0.0
-    return Duration(unfrozen_s, max(0.0, unfrozen_s - (unfrozen_s - facts.fit.backward(share, prefix_share)) / share))
+    saved_s = unfrozen_s - facts.fit.backward(share, prefix_share, micro_batch_id)
+    return Duration(unfrozen_s, max(0.0, unfrozen_s - saved_s / share))
 
 
 def batch_seconds(
@@ -216,9 +237,11 @@ def batch_seconds(
     for instruction in dag.schedule.instructions:
         facts = stages[instruction.stage_id]
         if instruction.is_forward:
-            seconds[instruction] = facts.fit.forward_s
+            seconds[instruction] = facts.fit.forward(instruction.micro_batch_id)
         else:
-            seconds[instruction] = facts.backward_s(masks[instruction.stage_id][instruction.micro_batch_id])
+            seconds[instruction] = facts.backward_s(
+                masks[instruction.stage_id][instruction.micro_batch_id], instruction.micro_batch_id
+            )
     return dag.simulate(seconds, transfer_s, _tails(stages)).makespan
 
 

@@ -16,6 +16,8 @@ from rlfreeze_ds.telemetry.profiler import StepTiming
 
 # Steps whose timings a fit looks at: enough for medians, few enough to follow a machine that changes.
 FIT_STEPS = 64
+# So many micro-batches at the beginning and the end of a batch may each have seconds of their own.
+NEAR_END = 4
 
 
 @dataclass(frozen=True)
@@ -101,8 +103,28 @@ class StepHistory:
             self.shape.weights,
             first_stage=self.shape.stage_id == 0,
         )
-        tails = [step.timing.tail_s for step in steps]
-        return replace(fit, tail_s=max(0.0, float(np.median(tails)))) if fit else None
+        if fit is None:
+            return None
+        tail_s = max(0.0, float(np.median([step.timing.tail_s for step in steps])))
+        return self._beyond(replace(fit, tail_s=tail_s), steps)
+
+    def _beyond(self, fit: StageFit, steps: list[_Measured]) -> StageFit:
+        """With what the micro-batches at both ends of a batch take beyond ``fit``. Those between are alike, to a planner too."""
+        num_micro_batches = len(steps[-1].masks.masks)
+        beyond: dict[str, list[list[float]]] = {kind: [[] for _ in range(num_micro_batches)] for kind in "FB"}
+        for step in steps:
+            if len(step.masks.masks) != num_micro_batches:
+                continue
+            for (kind, m), seconds in step.timing.seconds.items():
+                if NEAR_END <= m < num_micro_batches - NEAR_END:
+                    continue
+                mask = step.masks.masks[m]
+                expected = fit.forward_s
+                if kind != "F":
+                    expected = fit.backward(sum(fit.unit_shares[unit] for unit in mask), self.shape.prefix_share(mask))
+                beyond["F" if kind == "F" else "B"][m].append(seconds - expected)
+        medians = {kind: tuple(float(np.median(row)) if row else 0.0 for row in rows) for kind, rows in beyond.items()}
+        return replace(fit, forward_beyond_s=medians["F"], backward_beyond_s=medians["B"])
 
     def unfrozen_makespan_s(self, num_micro_batches: int) -> float | None:
         """Median seconds of the batch, in steps in which nothing was frozen on any stage."""

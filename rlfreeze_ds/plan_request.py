@@ -141,7 +141,7 @@ def answer(request: PlanRequest) -> PlanAnswer:
     dag = PipelineDag(from_commands(request.orders))
     stages = request.stages()
     transfer_s = _transfer_s(request, dag, stages)
-    decision = decide(request.step, request.config, dag, stages, transfer_s, request.plan_ratios)
+    decision = decide(request.step, request.config, dag, stages, transfer_s, request.plan_ratios, _beyond(request))
     return PlanAnswer(decision, transfer_s)
 
 
@@ -161,6 +161,13 @@ def _transfer_s(request: PlanRequest, dag: PipelineDag, stages: list[StageFacts]
     if request.unfrozen_makespan_s is None:
         return request.transfer_s
     return fitted([((),) * request.num_micro_batches for _ in stages], request.unfrozen_makespan_s)
+
+
+def _beyond(request: PlanRequest) -> float:
+    """Share of its prediction by which the present plan's batches are longer."""
+    if request.present is None or not request.steady or request.present.predicted_makespan_s <= 0:
+        return 0.0
+    return statistics.median(seconds for _, seconds in request.steady) / request.present.predicted_makespan_s - 1
 
 
 def check_answer(request: PlanRequest, answer: PlanAnswer) -> None:

@@ -50,7 +50,7 @@ def test_emulated_pipeline_smoke(tmp_path: Path) -> None:
     write_profile(tmp_path / "profile.csv", schedule, Costs({i: seconds[i.kind] for i in schedule.instructions}))
     record = run_small(
         tmp_path, "emulated_pipeline.py", "--profile", str(tmp_path / "profile.csv"), "--scale", "0.1", "--ratios", "0.8",
-        "--units", "4",
+        "--blocks", "1",
     )  # fmt: skip
     stock, ours = record["figures"]["stock"], record["figures"]["ratio 0.8"]
     assert record["emulated"] and str(tmp_path) not in json.dumps(record)

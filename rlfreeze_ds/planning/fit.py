@@ -24,6 +24,9 @@ class StageFit:
     ``input_gradient_s`` is 0 on every stage but the first: elsewhere the input gradient is always needed. ``unit_shares``: per
     unit its share of ``weight_gradient_s``; the share of a mask is the sum of its units'. ``tail_s``: gradient reduction and
     optimizer step, after the last backward.
+
+    ``forward_beyond_s``, ``backward_beyond_s``: per micro-batch, seconds beyond these formulas. The first forward of a batch, for
+    one, follows an optimizer step and finds everything cold.
     """
 
     forward_s: float
@@ -32,11 +35,21 @@ class StageFit:
     input_gradient_s: float = 0.0
     unit_shares: tuple[float, ...] = ()
     tail_s: float = 0.0
+    forward_beyond_s: tuple[float, ...] = ()
+    backward_beyond_s: tuple[float, ...] = ()
 
-    def backward(self, share: float, prefix_share: float) -> float:
-        """Seconds of a backward pass; never negative."""
+    def forward(self, micro_batch_id: int) -> float:
+        """Seconds of a forward pass; never negative."""
+        return max(0.0, self.forward_s + _at(self.forward_beyond_s, micro_batch_id))
+
+    def backward(self, share: float, prefix_share: float, micro_batch_id: int | None = None) -> float:
+        """Seconds of a backward pass, without a micro-batch of any but the special ones; never negative."""
         saved = share * self.weight_gradient_s + prefix_share * self.input_gradient_s
-        return max(0.0, self.backward_s - saved)
+        return max(0.0, self.backward_s - saved + _at(self.backward_beyond_s, micro_batch_id))
+
+
+def _at(beyond_s: tuple[float, ...], micro_batch_id: int | None) -> float:
+    return beyond_s[micro_batch_id] if micro_batch_id is not None and micro_batch_id < len(beyond_s) else 0.0
 
 
 def fit_stage(

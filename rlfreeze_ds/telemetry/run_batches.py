@@ -83,7 +83,7 @@ def _batches(event: Mapping[str, Any]) -> RunBatches:
         for i in dag.schedule.instructions:
             fit, ratio = fits[i.stage_id], ratios[name].get(i, 0.0)
             # Where a first stage freezes whole, its input gradients go with its weight gradients.
-            seconds[i] = fit.forward_s if i.is_forward else fit.backward(ratio, ratio)
+            seconds[i] = fit.forward(i.micro_batch_id) if i.is_forward else fit.backward(ratio, ratio, i.micro_batch_id)
         timelines[name] = dag.simulate(seconds, transfer_s, tails)
     measured = [{(kind, m): seconds for kind, m, seconds in stage} for stage in event["seconds"]]
     timelines["measured"] = measured_timeline(dag, measured, transfer_s, tails)
