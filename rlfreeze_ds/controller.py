@@ -20,6 +20,7 @@ from rlfreeze_ds.control_group import ControlGroup
 from rlfreeze_ds.decision import Decision
 from rlfreeze_ds.errors import MaskMismatchError
 from rlfreeze_ds.freezing.criterion import MixedCriterion
+from rlfreeze_ds.freezing.gradients import on_device
 from rlfreeze_ds.freezing.masks import Mask, masks_checksum
 from rlfreeze_ds.freezing.noise import GradientNoise
 from rlfreeze_ds.freezing.shape import StageShape
@@ -104,11 +105,11 @@ class FreezeController:
     def first_stage_frozen(self, num_micro_batches: int) -> bool:
         """Whether masks leave nothing of the first stage live throughout the step that began last; known on every rank."""
         first = self.shapes[0]
-        return (
-            bool(first.names)
-            and not first.has_others
-            and all(len(mask) == len(first.names) for mask in self._masks(first, num_micro_batches))
-        )
+        if not first.names or first.has_others:
+            return False
+        if self.phase != "profile" and (not self._usable(num_micro_batches) or 0.0 in self.decision.ratios[0]):
+            return False  # seen without making the masks
+        return all(len(mask) == len(first.names) for mask in self._masks(first, num_micro_batches))
 
     def _masks(self, shape: StageShape, num_micro_batches: int) -> tuple[Mask, ...]:
         """Of any stage, in the step that starts now."""
@@ -164,7 +165,8 @@ class FreezeController:
         self.criterion.observe(norm)
         live_counts = step_masks.live_counts(len(self.units))
         if not self.config.gradient_rescale:  # then they are not yet means over the live micro-batches
-            norm = norm * torch.tensor([len(step_masks.masks) / max(1, live) for live in live_counts], device=norm.device)
+            factors = [len(step_masks.masks) / max(1, live) for live in live_counts]
+            norm = norm * on_device(factors, norm.dtype, norm.device)
         self.noise.observe(norm, live_counts, num_replicas)
 
     def forget_gradients(self) -> None:

@@ -207,6 +207,12 @@ def settle_gradients(
     return wholly_frozen
 
 
+def on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Numbers of the host, without a wait for what the device still has to do."""
+    tensor = torch.tensor(values, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 @torch.no_grad()
 def unit_norms(
     store: GradientStore,
@@ -222,19 +228,20 @@ def unit_norms(
 
     Collective over the replicas of the stage where the gradients are sharded: one sum of a short vector.
     """
-    zero = torch.zeros((), device=device)
     gradients = [
         [g for p in unit.parameters if (g := store.reduced(p)) is not None] if live else []
         for unit, live in zip(units, live_counts, strict=True)
     ]
     flat = [gradient for row in gradients for gradient in row]
-    norms = iter(torch._foreach_norm(flat, 2, dtype=torch.float32) if flat else ())
-    squares = []
-    for row, live in zip(gradients, live_counts, strict=True):
-        # Whether there is a gradient is known here, without looking at the device: under ZeRO every live unit has one somewhere.
-        known = live and (row or store.sharded)
-        squares.append(sum((next(norms).square() for _ in row), zero) if known else zero + torch.nan)
-    total = torch.stack(squares) if squares else torch.zeros(0, device=device)
+    total = torch.zeros(len(units), device=device)
+    if flat:
+        squares = torch.stack(torch._foreach_norm(flat, 2, dtype=torch.float32)).square()
+        if any(len(row) > 1 for row in gradients):
+            squares = torch.stack([part.sum() for part in squares.split([len(row) for row in gradients if row])])
+        total[on_device([unit for unit, row in enumerate(gradients) if row], torch.long, device)] = squares
+    # Whether there is a gradient is known here, without looking at the device: under ZeRO every live unit has one somewhere.
+    known = [bool(live and (row or store.sharded)) for row, live in zip(gradients, live_counts, strict=True)]
+    total = torch.where(on_device(known, torch.bool, device), total, torch.nan)
     if store.sharded:
         sum_over_replicas(total)
     return total.sqrt() / loss_scale

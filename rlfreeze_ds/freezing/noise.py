@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from rlfreeze_ds.freezing.gradients import on_device
+
 # Weight of the past, per step: gradients change, and a regression needs steps with several m.
 DECAY = 0.98
 # Standard deviations that the noise must be away from nothing to be told to anyone.
@@ -20,25 +22,27 @@ _SUMS = ("weight", "x", "y", "xx", "xy", "yy", "weights")
 
 
 class GradientNoise:
-    """Running weighted sums of the regression, [num_units] each, on the gradients' device: looking costs no synchronisation."""
+    """Running weighted sums of the regression, [len(_SUMS), num_units], on the gradients' device: looking costs no
+    synchronisation."""
 
     def __init__(self, num_units: int, device: torch.device) -> None:
-        self._sums = {name: torch.zeros(num_units, dtype=torch.float64, device=device) for name in _SUMS}
-        self._before: dict[str, torch.Tensor] | None = None
+        self._sums = torch.zeros(len(_SUMS), num_units, dtype=torch.float64, device=device)
+        decays = [DECAY**2 if name == "weights" else DECAY for name in _SUMS]
+        self._decays = torch.tensor(decays, dtype=torch.float64, device=device)[:, None]
+        self._before: torch.Tensor | None = None
 
     @torch.no_grad()
     def observe(self, norm: torch.Tensor, live_counts: Sequence[int], num_replicas: int) -> None:
         """Take a step's norms, [num_units], of gradients that are means over ``live_counts`` micro-batches on each of
         ``num_replicas`` replicas. A norm that is not finite counts for nothing."""
-        live = torch.tensor([max(1, live) * num_replicas for live in live_counts], dtype=torch.float64, device=norm.device)
+        live = on_device([max(1, live) * num_replicas for live in live_counts], torch.float64, norm.device)
         x, y = 1.0 / live, norm.double().square()
         seen = y.isfinite()
         y = torch.where(seen, y, 0.0)
         one = torch.ones_like(y)
-        new = {"weight": one, "x": x, "y": y, "xx": x * x, "xy": x * y, "yy": y * y, "weights": one}
-        decays = {name: DECAY**2 if name == "weights" else DECAY for name in _SUMS}
-        self._before, old = self._sums, self._sums
-        self._sums = {name: torch.where(seen, decays[name] * old[name] + new[name], old[name]) for name in _SUMS}
+        new = torch.stack([one, x, y, x * x, x * y, y * y, one])
+        self._before = self._sums
+        self._sums = torch.where(seen, self._decays * self._sums + new, self._sums)
 
     def forget_last(self) -> None:
         """Undo the last :meth:`observe`: its step was skipped."""
@@ -48,7 +52,7 @@ class GradientNoise:
     def estimates(self) -> tuple[list[float], list[float]]:
         """Per unit the squared signal, and the noise of one micro-batch in the same unit; NaN where they cannot be told apart
         (too few steps, equal m, or a difference that could be chance)."""
-        weight, x, y, xx, xy, yy, weights = (self._sums[name].cpu() for name in _SUMS)
+        weight, x, y, xx, xy, yy, weights = self._sums.cpu()
         mean_x, mean_y = x / weight, y / weight
         spread = xx / weight - mean_x.square()
         slope = (xy / weight - mean_x * mean_y) / spread
@@ -62,9 +66,9 @@ class GradientNoise:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, exact."""
-        return {name: total.tolist() for name, total in self._sums.items()}
+        return dict(zip(_SUMS, self._sums.tolist(), strict=True))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The reverse of :meth:`state_dict`."""
-        device = self._sums["x"].device
-        self._sums = {name: torch.tensor(state[name], dtype=torch.float64, device=device) for name in _SUMS}
+        rows = [state[name] for name in _SUMS]
+        self._sums = torch.tensor(rows, dtype=torch.float64, device=self._sums.device).reshape(len(_SUMS), -1)
