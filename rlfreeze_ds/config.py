@@ -45,7 +45,11 @@ class PlanningConfig(_Strict):
         description="share of a stage's weight-gradient time that may be skipped; 0 freezes nothing, profiling included",
     )
     time_slack: float = Field(
-        0.02, ge=0, le=1, description="share of the shortest batch time given back in exchange for less freezing"
+        0.02,
+        ge=0,
+        le=1,
+        description="share of the shortest batch time given back in exchange for less freezing; up to half of it may go to what "
+        "real batches take beyond their plan",
     )
     objective: Literal["makespan", "progress"] = Field(
         "makespan",

@@ -75,5 +75,8 @@ def test_a_first_stage_counts_as_frozen_only_with_nothing_of_it_live(has_others:
     shape = shape_of(0, units, barrier, has_others=has_others)
     controller = FreezeController(FreezeConfig(enabled=True), units, shape, torch.device("cpu"), RunLog(None))
     masks = ((0, 1), (0, 1)) if whole else ((0, 1), (0,))
+    controller.phase = "profile"
     controller._masks = lambda shape, num_micro_batches: masks  # type: ignore[method-assign]
     assert controller.first_stage_frozen(2) is expected
+    controller.phase = "warmup"  # nothing is frozen then, whatever is asked
+    assert controller.first_stage_frozen(2) is False

@@ -96,6 +96,16 @@ def test_the_slack_is_over_the_shortest_batch_that_real_masks_reach() -> None:
     assert slack.mean_freeze_ratio < least.mean_freeze_ratio
 
 
+def test_what_batches_take_beyond_their_prediction_is_slack_given_up_already() -> None:
+    config = FreezeConfig.model_validate({"enabled": True, "planning": {"time_slack": 0.04}})
+    as_planned, longer, much_longer = (decide(0, config, DAG, stages(1.0), 0.0, None, beyond) for beyond in (0.0, 0.01, 0.5))
+    half = decided(stages(1.0), time_slack=0.02)
+    assert as_planned.predicted_makespan_s > longer.predicted_makespan_s > much_longer.predicted_makespan_s
+    assert as_planned.mean_freeze_ratio < longer.mean_freeze_ratio < much_longer.mean_freeze_ratio
+    # Half of the slack is left, however long the batches are; ``half`` gave up some of its own for rounding.
+    assert much_longer.mean_freeze_ratio <= half.mean_freeze_ratio + 0.01
+
+
 def test_measured_shares_choose_the_masks_and_their_seconds() -> None:
     """The first unit is a tenth of the elements and half of the time."""
     shape = StageShape(0, tuple("abc"), (0.1, 0.5, 0.4), (0, 1, 2), 0)
