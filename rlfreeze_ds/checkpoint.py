@@ -12,7 +12,7 @@ import os
 from dataclasses import asdict
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from rlfreeze_ds.controller import FreezeController
 from rlfreeze_ds.decision import Decision
@@ -48,6 +48,27 @@ class _Guard(_Strict):
     beyond: int
 
 
+class _Window(_Strict):
+    losses: list[float]
+    seconds: list[float]
+    reference: float | None
+    trend: float | None
+    spread: float
+    deviations: list[float]
+    before: float | None
+
+
+class _Thresholds(_Strict):
+    gradient: float = Field(gt=0)
+    variation: float = Field(gt=0)
+
+
+class _Tuner(_Strict):
+    thresholds: _Thresholds
+    number: int
+    window: _Window
+
+
 class _StageState(_Strict):
     """What :meth:`FreezeController.state_dict` returns."""
 
@@ -58,6 +79,7 @@ class _StageState(_Strict):
     asked: tuple[int, int] | None
     planned: int
     drifted: bool
+    tuner: _Tuner | None = None
     decision: str | None
     config: dict[str, Any]
     criterion: _Criterion

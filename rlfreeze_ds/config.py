@@ -86,7 +86,13 @@ class GuardConfig(_Strict):
 class PolicyConfig(_Strict):
     """HOW FAR: who moves the criterion's thresholds."""
 
-    type: Literal["fixed"] = Field("fixed", description="fixed: the thresholds stay as configured")
+    type: Literal["fixed", "random"] = Field(
+        "fixed",
+        description="fixed: the thresholds stay as configured; random: they walk at random, a baseline for policies",
+    )
+    interval: int = Field(20, ge=1, description="steps of a window: between two decisions, each of which asks for a new plan")
+    total_steps: int | None = Field(None, ge=1, description="steps of the run, if known: a policy may act otherwise near its end")
+    patience_steps: int = Field(10, ge=0, description="steps to wait for an answer before the thresholds stay as they are")
 
 
 class FreezeConfig(_Strict):

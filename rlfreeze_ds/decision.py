@@ -13,7 +13,7 @@ from rlfreeze_ds.errors import TargetError
 from rlfreeze_ds.freezing.masks import Mask, step_masks
 from rlfreeze_ds.freezing.shape import StageShape
 from rlfreeze_ds.planning.cost_model import Costs, Duration
-from rlfreeze_ds.planning.dag import PipelineDag
+from rlfreeze_ds.planning.dag import PipelineDag, Timeline
 from rlfreeze_ds.planning.fit import StageFit
 from rlfreeze_ds.planning.plan import WORTHWHILE_GAIN, Plan
 from rlfreeze_ds.planning.progress import StageProgress, kept_by
@@ -35,7 +35,8 @@ class Decision:
     """``ratios[stage][micro_batch]``, ``eligible[stage][unit]``, ``unit_shares[stage][unit]``: a unit's share of its stage's
     weight-gradient time, as measured; seconds for one batch. The two expectations are those of :class:`planning.plan.Plan`.
 
-    ``whole``: the first stage freezes all of its pool or nothing, for the input gradients that a frozen prefix saves.
+    ``bubble_ratio``: share of rank-seconds spent waiting. ``whole``: the first stage freezes all of its pool or nothing, for the
+    input gradients that a frozen prefix saves.
     """
 
     step: int
@@ -50,6 +51,7 @@ class Decision:
     verdict: str
     solver: str
     whole: bool
+    bubble_ratio: float
 
     @property
     def num_micro_batches(self) -> int:
@@ -229,10 +231,10 @@ def _backward_duration(config: FreezeConfig, facts: StageFacts, micro_batch_id: 
     return Duration(unfrozen_s, max(0.0, unfrozen_s - saved_s / share))
 
 
-def batch_seconds(
+def batch_timeline(
     dag: PipelineDag, stages: Sequence[StageFacts], masks: Sequence[Sequence[Mask]], transfer_s: float
-) -> float:
-    """The simulated makespan of a batch that runs with exactly these masks (``masks[stage][micro_batch]``)."""
+) -> Timeline:
+    """Of a batch that runs with exactly these masks (``masks[stage][micro_batch]``), simulated."""
     seconds = {}
     for instruction in dag.schedule.instructions:
         facts = stages[instruction.stage_id]
@@ -242,7 +244,14 @@ def batch_seconds(
             seconds[instruction] = facts.backward_s(
                 masks[instruction.stage_id][instruction.micro_batch_id], instruction.micro_batch_id
             )
-    return dag.simulate(seconds, transfer_s, _tails(stages)).makespan
+    return dag.simulate(seconds, transfer_s, _tails(stages))
+
+
+def batch_seconds(
+    dag: PipelineDag, stages: Sequence[StageFacts], masks: Sequence[Sequence[Mask]], transfer_s: float
+) -> float:
+    """Its makespan."""
+    return batch_timeline(dag, stages, masks, transfer_s).makespan
 
 
 def _tails(stages: Sequence[StageFacts]) -> dict[int, float]:
@@ -264,7 +273,8 @@ def _predicted(
 ) -> Decision:
     """The decision for these ratios, with what the real masks of some steps will take. ``why_not``: where they are all 0."""
     num_micro_batches = dag.schedule.num_micro_batches
-    unfrozen_s = batch_seconds(dag, stages, [((),) * num_micro_batches for _ in stages], transfer_s)
+    unfrozen = batch_timeline(dag, stages, [((),) * num_micro_batches for _ in stages], transfer_s)
+    unfrozen_s = unfrozen.makespan
     draft = Decision(
         step=step,
         ratios=tuple(tuple(row) for row in ratios),
@@ -277,19 +287,20 @@ def _predicted(
         expected_loss_per_second_gain=1.0,
         solver=solver,
         whole=stages[0].whole,
+        bubble_ratio=unfrozen.bubble_ratio,
         verdict=f"not worth freezing: the best plan gains less than {WORTHWHILE_GAIN:.0%} over {unfrozen_s:.4f} s ({why_not})",
     )
     if not any(ratio > 0 for row in ratios for ratio in row):
         return draft
-    makespans: list[float] = []
+    timelines: list[Timeline] = []
     shares: dict[int, list[float]] = {facts.shape.stage_id: [] for facts in stages}
     # One mask a step is one draw a step, so its mean needs more of them.
     for ahead in range(PREDICTED_STEPS * (num_micro_batches if config.mask_scope == "step" else 1)):
         masks = [draft.masks(config, facts.shape, step + ahead) for facts in stages]
-        makespans.append(batch_seconds(dag, stages, masks, transfer_s))
+        timelines.append(batch_timeline(dag, stages, masks, transfer_s))
         for facts, row in zip(stages, masks, strict=True):
             shares[facts.shape.stage_id] += [facts.share(mask) for mask in row]
-    predicted_s = sum(makespans) / len(makespans)
+    predicted_s = sum(timeline.makespan for timeline in timelines) / len(timelines)
     means = {stage_id: sum(row) / len(row) for stage_id, row in shares.items()}
     mean = sum(means.values()) / len(means)
     progress = {facts.shape.stage_id: facts.progress for facts in stages}
@@ -299,6 +310,7 @@ def _predicted(
         draft,
         predicted_makespan_s=predicted_s,
         mean_freeze_ratio=mean,
+        bubble_ratio=sum(timeline.bubble_ratio for timeline in timelines) / len(timelines),
         expected_kept_progress=kept,
         expected_loss_per_second_gain=gain,
         verdict=f"{unfrozen_s / predicted_s:.2f}x: {unfrozen_s:.4f} s -> {predicted_s:.4f} s at a mean freeze ratio of "

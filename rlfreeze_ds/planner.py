@@ -19,6 +19,7 @@ from rlfreeze_ds.plan_request import PlanAnswer, PlanRequest, check_answer
 from rlfreeze_ds.planning.fit import StageFit
 from rlfreeze_ds.planning.plan import Plan
 from rlfreeze_ds.planning.progress import StageGradients
+from rlfreeze_ds.policy.tuner import initial_thresholds
 from rlfreeze_ds.telemetry.run_log import RunLog
 
 
@@ -53,6 +54,8 @@ class Planner:
         self.plan_ratios = self._plan_file()
         self.pending = False
         self.transfer_s = 0.0
+        self.thresholds = initial_thresholds(config)
+        """Of the criterion, for the next request; rank 0's count."""
         self._process = PlanProcess()
         self._request: PlanRequest | None = None
         self._statistics: list[tuple[list[float], list[float]]] = []
@@ -115,7 +118,6 @@ class Planner:
             path = self.config.planning.plan_file
             raise SolverError(f"{path} is for {len(self.plan_ratios[0])} micro-batches, a batch has {num_micro_batches}")
         self._statistics = [replicas[0].statistics for replicas in stages]
-        criterion = self.config.criterion
         return PlanRequest(
             step=step,
             config=self.config,
@@ -123,7 +125,7 @@ class Planner:
             shapes=self.shapes,
             fits=tuple(fits),
             eligible=tuple(
-                tuple(eligible_units(statistics, criterion.gradient_threshold, criterion.variation_threshold))
+                tuple(eligible_units(statistics, self.thresholds.gradient, self.thresholds.variation))
                 for statistics in self._statistics
             ),
             gradients=tuple(replicas[0].gradients for replicas in stages),

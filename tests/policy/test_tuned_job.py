@@ -1,0 +1,67 @@
+"""A training job whose thresholds move: all ranks act on them, in the same step, and a resumed run goes on alike."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import jobs
+from tests.harness import run_ranks
+from tests.test_engine import QUICK, build, slow_weight_gradients
+
+INTERVAL = 5
+
+
+def job(folder: str, steps: int, resume: str | None = None, save_at: int | None = None) -> dict[str, Any]:
+    import os
+
+    os.environ["RLFREEZE_RUN_DIR"] = folder
+    policy = {"type": "random", "interval": INTERVAL}
+    planning = QUICK["planning"] | {"background": False, "drift_tolerance": 1e9}
+    block = QUICK | {"policy": policy, "planning": planning, "selection": "strict", "profile_steps": 4}
+    engine = build(2, jobs.ds_config(8, rlfreeze=block))
+    slow_weight_gradients(engine, 0.002)
+    if resume:
+        engine.load_checkpoint(resume)
+    thresholds = []
+    for step in range(engine.global_steps, steps):
+        engine.train_batch(jobs.batches(step, 8))
+        if save_at == step + 1:
+            engine.save_checkpoint(str(Path(folder) / "saved"))
+        controller = engine.freeze_controller
+        thresholds.append(controller.tuner.thresholds if controller.tuner is not None else None)
+    return {"thresholds": thresholds, "decision": engine.freeze_controller.decision, "masks": engine._step_masks.masks}
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (folder / "rlfreeze.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("tuned")
+    return folder, run_ranks(job, 2, str(folder), 40, None, 25)
+
+
+def test_thresholds_move_and_every_rank_acts_on_what_they_let_freeze(whole: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, (first, second) = whole
+    moved = [t for t in dict.fromkeys(first["thresholds"])]
+    assert len(moved) >= 4 and set(second["thresholds"]) == {None}  # only rank 0 has a policy
+    assert first["decision"] == second["decision"]
+    trace = events(folder, "policy")
+    assert [event["window"] for event in trace] == list(range(len(trace)))
+    assert [event["step"] for event in trace] == [trace[0]["step"] + INTERVAL * n for n in range(len(trace))]
+    assert all(len(event["action"]) == 2 and -2 <= event["reward"] <= 9 for event in trace)
+    # Each decision is followed by a plan in its own step, and what may freeze is what the thresholds say.
+    plans = {event["used_from_step"] for event in events(folder, "plan")}
+    assert {event["step"] for event in trace} <= plans
+
+
+def test_a_resumed_job_has_the_same_thresholds(whole: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+    folder, (first, _) = whole
+    resumed = run_ranks(job, 2, str(tmp_path), 40, str(folder / "saved"))[0]
+    assert resumed["thresholds"] == first["thresholds"][25:]
