@@ -66,8 +66,8 @@ class FreezeThresholdEnv(gymnasium.Env[np.ndarray, np.ndarray]):
     Terminated when the run is done, after `num_windows` steps. Never truncated.
 
     ## Arguments
-    - `jobs`: seeds to draw jobs from, `(first, after_last)`; by default those meant for training. A job's seed fixes all of it, its
-      noise too, so that policies can be compared on equal luck.
+    - `jobs`: seeds to draw jobs from, `(first, after_last)`; by default those meant for training. A job's seed fixes all of it,
+      its noise too, so that policies can be compared on equal luck.
     - `num_windows`: length of an episode.
 
     Options of `reset`: `job`, one seed in place of a drawn one; `thresholds`, a

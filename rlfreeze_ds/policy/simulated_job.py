@@ -8,8 +8,8 @@ with fewer micro-batches live, ``kept`` times that (:mod:`rlfreeze_ds.planning.p
 
 As units move, the optimum of the others moves too: each gets ``coupling`` times the mean progress back. A shock puts some units
 back and lets the loss spike. The gradient follows the progress: to first order a normalising optimizer takes
-lr sqrt(num_elements) |g| off the loss, so |E g| = weight rate x / sqrt(num_elements). Its noise falls more slowly, sigma^2 ~ x, so
-the noise scale B grows as 1 / x, by about an order of magnitude over a run as McCandlish et al. (2018) saw it grow. What the
+lr sqrt(num_elements) |g| off the loss, so |E g| = weight rate x / sqrt(num_elements). Its noise falls more slowly, sigma^2 ~ x:
+the noise scale B grows as 1 / x, by about an order of magnitude over a run, as McCandlish et al. (2018) saw it grow. What the
 criterion sees is the norm of a mean over m live micro-batches, |E g|^2 + sigma^2 / m in the mean.
 """
 
@@ -38,13 +38,14 @@ _TREND_EMA = 0.95  # of the loss, from step to step
 _SPREAD_EMA = 0.8  # of the loss's spread, from window to window
 _SPIKE_LEFT = 0.5  # of a loss spike after a window in which nothing is frozen
 _SMALLEST_PROGRESS = 1e-4
+_UNSEEN = 1e-12  # live share that stands for 0 where one has to divide by it
 # A measured slope tells something when what it should be is so many times its own standard error.
 _TELLING_SLOPE = 3.0
 
 
 def kept_progress(live: np.ndarray, num_micro_batches: int, noise_scale: np.ndarray) -> np.ndarray:
     """:func:`rlfreeze_ds.planning.progress.kept_progress` of all units at once, [num_units]."""
-    live = np.maximum(live, 1e-12)
+    live = np.maximum(live, _UNSEEN)
     return np.sqrt((1 + noise_scale / num_micro_batches) / (1 + noise_scale / (live * num_micro_batches)))
 
 
@@ -85,12 +86,13 @@ class SimulatedJob:
         self._spike = 0.0
         self._times: dict[bytes, BatchTimes] = {}
         self._trend = self._spread = self._last_mean = math.nan
+        self._reference_loss = math.nan
         self._last_expected = 0.0
         nothing = np.zeros(traits.num_units, dtype=bool)
         for _ in range(WARM_UP_WINDOWS):
-            first = self._run(nothing, Thresholds(1.0, 1.0))
+            self._run(nothing, Thresholds(1.0, 1.0))
         self.statistics.set_reference()
-        self._reference_loss = first.loss
+        self._reference_loss = self._last_mean
 
     def first_observation(self, thresholds: Thresholds) -> Observation:
         """Of the end of warm-up, when nothing has been frozen yet. ``thresholds``: that the first plan would be made with."""
@@ -110,17 +112,17 @@ class SimulatedJob:
 
         self._shock()
         left, scale = self.progress_left, self.noise_scale
-        kept = kept_progress(live, traits.num_replica_micro_batches, scale)
+        kept = kept_progress(live, pipeline.num_micro_batches, scale)
         slope = traits.weights * traits.rates * left
         true_kept = float(slope @ kept / slope.sum())
         guessed = slope * traits.weight_errors
-        guessed_kept = kept_progress(live, traits.num_replica_micro_batches, scale * traits.noise_scale_errors)
+        guessed_kept = kept_progress(live, pipeline.num_micro_batches, scale * traits.noise_scale_errors)
         estimate = float(guessed @ guessed_kept / guessed.sum())
 
         path, expected = self._learn(kept)
         losses = self._losses(path)
         self._spike *= _SPIKE_LEFT**true_kept
-        self.statistics.observe(self._norms(path, live))
+        self.statistics.observe(self._norms(path, live), live > 0)
 
         mean = float(losses.mean())
         loss_slope, slope_ratio, deviation = self._judge(losses, mean, expected)
@@ -198,7 +200,7 @@ class SimulatedJob:
         traits = self.traits
         signal = (traits.weights * traits.rates * path) ** 2 / traits.num_elements
         at_start = (traits.weights * traits.rates) ** 2 / traits.num_elements
-        noise = traits.noise_scales * at_start * path / (live * traits.num_replica_micro_batches)
+        noise = traits.noise_scales * at_start * path / (np.maximum(live, _UNSEEN) * traits.pipeline.num_micro_batches)
         inner, own, batch = self._rng.standard_normal((3, *path.shape))
         spread = 2 * np.sqrt(signal * noise / traits.dimensions) * inner + noise * np.sqrt(2 / traits.dimensions) * own
         jumpy = traits.jumpiness * (1 + traits.early_jumpiness * np.exp(-self._progress() / 0.1))
@@ -231,10 +233,9 @@ class SimulatedJob:
         deviation: float,
         loss: float,
     ) -> Observation:
-        reference = getattr(self, "_reference_loss", loss)
         return Observation(
             progress=max(0, self.window) / self.num_windows,
-            loss_level=math.log(loss / reference),
+            loss_level=math.log(loss / self._reference_loss),
             loss_slope=loss_slope,
             kept_progress=kept,
             loss_deviation=deviation,

@@ -21,19 +21,26 @@ class UnitStatistics:
         nan = np.full(num_units, np.nan)
         self._norm, self._change, self._last, self._reference = nan, nan, nan, nan
 
-    def observe(self, norms: np.ndarray) -> None:
-        """``norms``: [steps, num_units], finite, of the final gradients of consecutive steps."""
+    def observe(self, norms: np.ndarray, seen: np.ndarray | None = None) -> None:
+        """Take the norms of consecutive steps' final gradients.
+
+        Args:
+            norms: [steps, num_units], finite.
+            seen: bool [num_units]; a unit frozen throughout keeps its statistics. None, and always in the first window: all.
+        """
         if np.isnan(self._last[0]):
             self._norm = self._last = norms[0]
             norms = norms[1:]
             if not len(norms):
                 return
         changes = np.abs(np.diff(norms, axis=0, prepend=self._last[None]))
-        if np.isnan(self._change[0]):
-            # An average begins with its first value: one step further on that is the same as having been there before.
-            self._change = changes[0]
-        self._norm, self._change = self._blend(self._norm, norms), self._blend(self._change, changes)
-        self._last = norms[-1]
+        # An average begins with its first value, which is the same as having been there before.
+        before = changes[0] if np.isnan(self._change[0]) else self._change
+        found = self._blend(self._norm, norms), self._blend(before, changes), norms[-1]
+        if seen is not None and not seen.all():
+            present = self._norm, self._change, self._last
+            found = tuple(np.where(seen, new, old) for new, old in zip(found, present, strict=True))
+        self._norm, self._change, self._last = found
 
     def _blend(self, average: np.ndarray, values: np.ndarray) -> np.ndarray:
         """All steps at once: ema^n average + (1 - ema) sum_k ema^(n - 1 - k) values[k]."""
