@@ -1,5 +1,5 @@
-"""What a learnt policy has to beat: never freezing, fixed thresholds, random ones; and a measure of what is possible, the best fixed
-pair of each job, found by trying them all on that very job."""
+"""What a learnt policy has to beat: never freezing, fixed thresholds, random ones; and a measure of what is possible, the best
+fixed pair of each job, found by trying them all on that very job."""
 
 from __future__ import annotations
 

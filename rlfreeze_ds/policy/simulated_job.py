@@ -114,10 +114,10 @@ class SimulatedJob:
         left, scale = self.progress_left, self.noise_scale
         kept = kept_progress(live, pipeline.num_micro_batches, scale)
         slope = traits.weights * traits.rates * left
-        true_kept = float(slope @ kept / slope.sum())
+        true_kept = min(1.0, float(slope @ kept / slope.sum()))
         guessed = slope * traits.weight_errors
         guessed_kept = kept_progress(live, pipeline.num_micro_batches, scale * traits.noise_scale_errors)
-        estimate = float(guessed @ guessed_kept / guessed.sum())
+        estimate = min(1.0, float(guessed @ guessed_kept / guessed.sum()))
 
         path, expected = self._learn(kept)
         losses = self._losses(path)

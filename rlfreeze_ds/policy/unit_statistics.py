@@ -35,7 +35,7 @@ class UnitStatistics:
                 return
         changes = np.abs(np.diff(norms, axis=0, prepend=self._last[None]))
         # An average begins with its first value, which is the same as having been there before.
-        before = changes[0] if np.isnan(self._change[0]) else self._change
+        before = np.where(np.isnan(self._change), changes[0], self._change)
         found = self._blend(self._norm, norms), self._blend(before, changes), norms[-1]
         if seen is not None and not seen.all():
             present = self._norm, self._change, self._last

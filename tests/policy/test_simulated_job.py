@@ -131,7 +131,7 @@ def test_never_freezing_is_rewarded_with_about_nothing() -> None:
     rewards = []
     for seed in range(20):
         _, windows = after(replace(draw_job(seed, 40), shocks={}), NOTHING, 40)
-        assert all(w.observation.mean_freeze_ratio == 0 and w.kept_progress == 1 for w in windows)
+        assert all(w.observation.mean_freeze_ratio == 0 and w.kept_progress == pytest.approx(1) for w in windows)
         rewards.append(np.mean([w.reward for w in windows]))
     assert abs(np.mean(rewards)) < 0.01 and max(map(abs, rewards)) < 0.03
 
@@ -147,7 +147,7 @@ def test_the_reward_pays_for_what_is_true() -> None:
 
 def test_a_shock_raises_loss_and_gradients() -> None:
     def run(shocks: dict[int, float]) -> tuple[SimulatedJob, list]:
-        job = SimulatedJob(one_unit_a_stage(shocks=shocks, seed=1), 10)
+        job = SimulatedJob(one_unit_a_stage(shocks=shocks, seed=2), 10)
         return job, [job.run_window(NOTHING) for _ in range(6)]
 
     (calm, before), (hit, shocked) = run({}), run({5: 0.5})
