@@ -87,16 +87,20 @@ class SimulatedPipeline:
     def batch(self, eligible_shares: np.ndarray) -> BatchTimes:
         """What a batch takes with these shares, [num_stages], of each stage's weight-gradient time eligible. As in a real job,
         nothing is frozen where that would gain less than 2 %."""
+        ratios = self.ratios(eligible_shares)
+        if not ratios.any():
+            return self.unfrozen
+        frozen = self._simulated(ratios)
+        return frozen if frozen.seconds <= (1 - WORTHWHILE_GAIN) * self.unfrozen.seconds else self.unfrozen
+
+    def ratios(self, eligible_shares: np.ndarray) -> np.ndarray:
+        """Share of the weight-gradient time to skip, [num_stages, num_micro_batches], from the line between the levels."""
         shares = np.clip(eligible_shares, 0.0, 1.0)
         upper = np.clip(np.searchsorted(self._levels, shares), 1, len(self._levels) - 1)
         low, high = self._levels[upper - 1], self._levels[upper]
         weight = ((shares - low) / (high - low))[:, None]
         stages = np.arange(self.num_stages)
-        ratios = (1 - weight) * self._ratios[upper - 1, stages] + weight * self._ratios[upper, stages]
-        if not ratios.any():
-            return self.unfrozen
-        frozen = self._simulated(ratios)
-        return frozen if frozen.seconds <= (1 - WORTHWHILE_GAIN) * self.unfrozen.seconds else self.unfrozen
+        return (1 - weight) * self._ratios[upper - 1, stages] + weight * self._ratios[upper, stages]
 
     def _simulated(self, ratios: np.ndarray) -> BatchTimes:
         """``ratios``: [num_stages, num_micro_batches]."""

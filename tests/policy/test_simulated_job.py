@@ -156,6 +156,23 @@ def test_a_shock_raises_loss_and_gradients() -> None:
     assert (hit.statistics.gradient > calm.statistics.gradient).any()
 
 
+def test_a_spike_lasts_longer_where_much_is_frozen() -> None:
+    left = {}
+    for thresholds in (NOTHING, EVERYTHING):
+        job = SimulatedJob(one_unit_a_stage(shocks={2: 0.4}), 10)
+        windows = [job.run_window(thresholds) for _ in range(4)]
+        left[thresholds] = job._spike
+        assert left[thresholds] == pytest.approx(0.4 * 0.5 * 0.5 ** sum(w.kept_progress for w in windows[2:]))
+    assert left[NOTHING] < left[EVERYTHING]
+
+
+def test_a_part_of_the_planned_saving_comes_true() -> None:
+    _, (full, *_) = after(one_unit_a_stage(), EVERYTHING)
+    _, (part, *_) = after(one_unit_a_stage(realised=0.75), EVERYTHING)
+    saved = full.unfrozen_s - full.seconds
+    assert saved > 1 and part.unfrozen_s - part.seconds == pytest.approx(0.75 * saved)
+
+
 def test_equal_seeds_give_equal_jobs_and_other_lengths_the_same_job() -> None:
     (_, first), (_, again), (_, other) = (after(draw_job(seed, 12), EVERYTHING, 12) for seed in (5, 5, 6))
     assert first == again and first != other
