@@ -36,6 +36,8 @@ CLOSE_S = 5.0
 PARENT_CHECK_S = 1.0
 """Between two looks at whether the parent is still there."""
 
+_PARENT = "RLFREEZE_PARENT_PID"
+
 
 def server_command() -> list[str]:
     """Without ``-P`` the server would look for its modules in the job's working directory first."""
@@ -44,7 +46,8 @@ def server_command() -> list[str]:
 
 def server_environment() -> dict[str, str]:
     """Ours without our place in the job, and with no accelerator: those are for training."""
-    return {**child_environment(), "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    own = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", _PARENT: str(os.getpid())}
+    return {**child_environment(), **own}
 
 
 def write_ready(path: str | os.PathLike[str], port: int) -> None:
@@ -61,7 +64,8 @@ def watch_parent(gone: Callable[[], None]) -> threading.Thread:
 
     Either alone would not do: a process that the parent forked may hold the other end of standard input open.
     """
-    parent = os.getppid()
+    # By the number that the parent left: it may have died before this process came so far.
+    parent = int(os.environ.get(_PARENT, "") or os.getppid())
 
     def watch() -> None:
         while True:
@@ -100,7 +104,6 @@ class AutoServer:
         self._end: weakref.finalize | None = None
         self._deadline = 0.0
         self._url: str | None = None
-        self._failure: str | None = None
 
     def __repr__(self) -> str:
         return f"AutoServer(pid={self.pid}, url={self._url!r})"
@@ -147,7 +150,7 @@ class AutoServer:
                 raise RLFreezeError(f"policy: cannot start a server: {error.strerror or error}.") from None
             raise
         self._process, self._folder, self._words = process, folder, words
-        self._deadline, self._url, self._failure = time.monotonic() + self._start_s, None, None
+        self._deadline, self._url = time.monotonic() + self._start_s, None
         self._end = weakref.finalize(self, _end, process, str(folder), words, os.getpid(), 0.0)
 
     def url(self) -> str | None:
@@ -158,25 +161,23 @@ class AutoServer:
         """
         process = self._process
         if process is None:
-            raise RLFreezeError(self._failure or "the server has not been started")
+            raise RLFreezeError("the server has not been started, or has been closed")
         if (code := _exit_code(process)) is not None:
-            self._failure = f"the server was killed by signal {-code}" if code < 0 else f"the server ended with code {code}"
-            if last := self._last_words():
-                self._failure = f"{self._failure}: {last}"
-            raise RLFreezeError(self._failure)
+            ended = f"the server was killed by signal {-code}" if code < 0 else f"the server ended with code {code}"
+            raise RLFreezeError(ended + self._last_words())
         if self._url is None:
             port = self._port()
             if port is not None:
                 self._url = f"http://127.0.0.1:{port}"
             elif time.monotonic() > self._deadline:
-                raise RLFreezeError(f"the server does not listen after {self._start_s:g} s: {self._last_words()}")
+                raise RLFreezeError(f"the server does not listen after {self._start_s:g} s{self._last_words()}")
         return self._url
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Tell the server to save and end; kill it after ``timeout_s``. Nothing of it is left."""
         process, end = self._process, self._end
         self._process = self._end = None
-        self._url, self._failure = None, "the server has been closed"
+        self._url = None
         if process is None or end is None or not end.detach():
             return
         _end(process, str(self._folder), self._words, os.getpid(), timeout_s)
@@ -192,13 +193,14 @@ class AutoServer:
         return port if valid else None
 
     def _last_words(self) -> str:
-        """The end of what it printed, in one line."""
+        """The end of what it printed in one line, after a colon; nothing if it printed nothing."""
         descriptor = self._words.fileno()
         size = os.fstat(descriptor).st_size
         # The child writes at the offset that both share, so this must not move it.
         words = os.pread(descriptor, 2000, max(0, size - 2000)).decode("utf-8", "replace").replace(self.token, "***")
         lines = (line.strip() for line in words.split("\n"))
-        return " | ".join(line for line in lines if line)[-300:]
+        last = " | ".join(line for line in lines if line)[-300:]
+        return f": {last}" if last else ""
 
 
 def _exit_code(process: subprocess.Popen[bytes]) -> int | None:

@@ -363,8 +363,8 @@ class PolicyClient:
     def _report(self, state: State, reason: str) -> None:
         """One line for a change, none for more of the same."""
         before, self.state = self.state, state
-        if before == state:
-            return
+        if before == state or self._farewell is not None:
+            return  # at the end of a job nothing depends on it any more
         stay = "the thresholds stay as they are"
         if state == "connected":
             since = f" again after {time.monotonic() - self._lost_at:.0f} s" if self._lost_at else ""

@@ -36,7 +36,7 @@ def read_token(path: str | os.PathLike[str]) -> str:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"{where}: cannot be read: {reason}. Name the file that the policy server was given.") from None
-    with open(descriptor, "rb") as file:
+    try:
         found = os.fstat(descriptor)  # of what was opened: the name may mean another file by now
         if not stat.S_ISREG(found.st_mode):
             raise ConfigError(f"{where}: is not a regular file.")
@@ -45,8 +45,10 @@ def read_token(path: str | os.PathLike[str]) -> str:
         if found.st_mode & 0o077:
             rights = stat.S_IMODE(found.st_mode)
             raise ConfigError(f"{where}: has rights {rights:04o}, so others can reach it; run chmod 600 on it.")
-        text = file.read(LONGEST_TOKEN + 3)
-    return check_token(text.decode("latin-1").strip(), where)
+        content = os.read(descriptor, LONGEST_TOKEN + 3)
+    finally:
+        os.close(descriptor)
+    return check_token(content.decode("latin-1").strip(), where)
 
 
 def check_token(token: str, where: str = "the policy's token") -> str:

@@ -163,7 +163,7 @@ class Sessions:
         """Answer a window; the same number again gets the same answer again.
 
         Raises:
-            SessionError: a subclass that says why not. After a DecisionError, or one of ``decide``'s own, the window may come again.
+            SessionError: a subclass that says why not. After a DecisionError, or one of ``decide``, the window may come again.
         """
         _check_version(window.version)
         observation = _numbers(window.observation, SIZE, "observation")
