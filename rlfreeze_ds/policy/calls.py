@@ -56,6 +56,9 @@ class Calls:
             raise LostError(self._harmless(error.strerror or type(error).__name__)) from None
         if status >= 500 or status in (408, 429):
             raise LostError(f"HTTP {status}")
+        if status == 409 and "version" in str(_value_in(body, "detail")):
+            # Not as what else is a conflict: there another client has taken the run over, and this one has to give way.
+            raise RefusedError(self._explained(status, body))
         if status != 200:
             raise RefusedError(self._explained(status, body), status)
         try:

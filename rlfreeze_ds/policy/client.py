@@ -160,11 +160,9 @@ class PolicyClient:
             observation: [observation.SIZE], finite.
             reward: of what :meth:`take` gave for the window before; None where it gave nothing.
         """
-        taken, before = self._taken, self._offer
-        goes_on = (
-            taken is not None and taken.offer is before and window == taken.offer.window + 1
-            and reward is not None and math.isfinite(reward)
-        )  # fmt: skip
+        taken = self._taken  # of the window before this one, or None
+        follows = taken is not None and window == taken.offer.window + 1
+        goes_on = follows and reward is not None and math.isfinite(reward)
         self._taken, self._next_window = None, window + 1
         self._offer = _Offer(
             window,
@@ -194,10 +192,7 @@ class PolicyClient:
             return
         deadline = time.monotonic() + timeout_s
         taken = self._taken
-        judged = (
-            taken is not None and taken.offer is self._offer and observation is not None
-            and reward is not None and math.isfinite(reward)
-        )  # fmt: skip
+        judged = taken is not None and observation is not None and reward is not None and math.isfinite(reward)
         self._farewell = _Farewell(
             self._next_window,
             tuple(np.asarray(observation, dtype=np.float64).ravel().tolist()) if judged else None,
