@@ -18,18 +18,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-import rlfreeze_ds
+from rlfreeze_ds.child_environment import child_environment
 from rlfreeze_ds.errors import SolverError
 from rlfreeze_ds.plan_worker import ANSWER, DONE, REQUEST
 
 # Seconds beyond the solver's own limit: to start the process and to simulate batches, on a busy machine.
 GRACE_S = 20.0
-
-# Variables that tell a process its part in a job, or how many threads and which devices to take: none of it concerns this one.
-_SCRUBBED = (
-    "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "CROSS_", "TORCH", "NCCL_", "GLOO_", "DS_", "RLFREEZE_",
-    "OMP_", "KMP_", "MKL_", "OPENBLAS_", "CUDA_", "OMPI_", "PMI", "MPI", "MV2_", "SLURM_", "PYTHONINSPECT",
-)  # fmt: skip
 
 
 def worker_command() -> list[str]:
@@ -38,13 +32,8 @@ def worker_command() -> list[str]:
 
 
 def worker_environment() -> dict[str, str]:
-    """Ours, without our place in the job, and with our own way to modules: the package may be on ``sys.path`` alone."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(_SCRUBBED)}
-    places = [os.path.abspath(place) for place in sys.path if isinstance(place, str)]
-    package = str(Path(rlfreeze_ds.__file__).parents[1])
-    if package not in places:
-        places.append(package)
-    return {**kept, "PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    """Ours, without our place in the job; on one thread."""
+    return {**child_environment(), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 class PlanProcess:

@@ -62,7 +62,7 @@ class Answer(_Message):
 class Close(_Message):
     """The job ends, or leaves the policy: what the last answer brought."""
 
-    window: int = Field(ge=0, le=10**9)
+    window: int = Field(ge=0, le=10**9, description="the number that the next window would have had")
     observation: list[_Finite] | None = Field(None, min_length=SIZE, max_length=SIZE)
     reward: _Finite | None = None
 
