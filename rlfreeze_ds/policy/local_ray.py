@@ -1,0 +1,65 @@
+"""A Ray of the server's own: on loopback, behind a token, in a private folder, without dashboard or usage reports."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from rlfreeze_ds.errors import RLFreezeError
+
+_OBJECT_STORE_BYTES = 100 * 2**20
+"""Batches are a few MB; Ray would else take a third of the memory."""
+
+
+def start(folder: Path, num_cpus: int, address: str | None = None) -> None:
+    """``ray.init``; call it from the main thread, Ray's processes end with the thread that started them.
+
+    Args:
+        folder: private and short: sockets lie in it, and their names may have 107 characters.
+        num_cpus: what the server will ask for.
+        address: an existing cluster, which keeps its own settings; None starts one.
+
+    Raises:
+        RLFreezeError: Ray does not start, the cluster does not answer or has too few CPUs.
+    """
+    settings: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+    if address is None:
+        # Ray's ports are not all on loopback whatever one asks for, so that its own token is what keeps others out.
+        token = folder / "ray_token"
+        descriptor = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+        os.environ.pop("RAY_AUTH_TOKEN", None)
+        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
+        settings |= {
+            "address": "local", "num_cpus": num_cpus, "num_gpus": 0, "object_store_memory": _OBJECT_STORE_BYTES,
+            "_temp_dir": str(folder), "_node_ip_address": "127.0.0.1",
+        }  # fmt: skip
+    else:
+        settings = {"address": address, "log_to_driver": False, "logging_level": logging.ERROR}
+    # Read when ray is imported, or by the processes it starts.
+    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")
+    import ray
+
+    try:
+        ray.init(**settings)
+    except Exception as error:
+        where = "start a local Ray" if address is None else f"join the Ray cluster at {address}"
+        raise RLFreezeError(f"cannot {where}: {type(error).__name__}: {error}") from None
+    there = ray.cluster_resources().get("CPU", 0.0)
+    if there < num_cpus:
+        ray.shutdown()
+        raise RLFreezeError(
+            f"the Ray cluster has {there:g} CPUs and the server asks for {num_cpus}: take fewer --num-env-runners or "
+            "--num-learners. A checkpoint restores with fewer as well."
+        )
+
+
+def stop() -> None:
+    """End Ray's processes, or leave the cluster."""
+    import ray
+
+    ray.shutdown()
