@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -19,30 +20,29 @@ import torch
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.algorithms.ppo import PPO, PPOConfig
 from ray.rllib.algorithms.sac import SAC, SACConfig
-from ray.rllib.core import DEFAULT_MODULE_ID
-from ray.rllib.core.columns import Columns
 from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
-from ray.rllib.env import INPUT_ENV_SINGLE_SPACES, INPUT_ENV_SPACES
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
 from ray.rllib.env.single_agent_env_runner import SingleAgentEnvRunner
-from ray.rllib.env.single_agent_episode import SingleAgentEpisode
 
 from rlfreeze_ds.errors import RLFreezeError
 from rlfreeze_ds.log import logger
 from rlfreeze_ds.policy.checkpoint_folder import CheckpointFolder
+from rlfreeze_ds.policy.fragment import Decision
+from rlfreeze_ds.policy.job_runner import ACTION_SPACE, OBSERVATION_SPACE, Drain, JobRunner
 from rlfreeze_ds.policy.network import Network
-from rlfreeze_ds.policy.observation import HIGH, LOW, NUM_ACTIONS, SIZE
+from rlfreeze_ds.policy.observation import NUM_ACTIONS, SIZE
 
-OBSERVATION_SPACE = gymnasium.spaces.Box(LOW, HIGH, dtype=np.float32)
-ACTION_SPACE = gymnasium.spaces.Box(-1.0, 1.0, (NUM_ACTIONS,), dtype=np.float32)
+logging.getLogger("ray.rllib").setLevel(logging.ERROR)  # it warns of its own plans
 
 ALGORITHMS = ("PPO", "SAC")
 HIDDEN = (64, 64)
 
+SAC_TRANSITIONS_A_STEP = 8
+"""New transitions for each gradient step of SAC, which replays old ones too."""
+
 WAIT_S = 0.5
 """The longest that a training step waits for transitions before it returns without an update."""
 
-POLL_S = 0.05
 STOP_S = 10.0
 """How long an update in progress may take when the server ends."""
 
@@ -51,30 +51,6 @@ CHECKPOINT_S = 60.0
 
 RETRY_S = 5.0
 """After an update that failed."""
-
-
-class Fragment(Protocol):
-    """Consecutive transitions of one episode, none of which was handed out before.
-
-    Attributes:
-        observations: float32 [n + 1, SIZE]
-        actions: float32 [n, NUM_ACTIONS], as the policy drew them (not clipped)
-        rewards: float [n]
-        extras: ``action_logp`` [n], ``action_dist_inputs`` [n, k]
-        terminated: the episode is over, nothing follows
-        truncated: the episode stopped, though more might have followed
-    """
-
-    observations: np.ndarray
-    actions: np.ndarray
-    rewards: np.ndarray
-    extras: Mapping[str, np.ndarray]
-    terminated: bool
-    truncated: bool
-
-
-Drain = Callable[[int], list[Fragment]]
-"""``drain(min_transitions)``: fragments with at least that many transitions together, or none yet; never waits."""
 
 
 @dataclass(frozen=True)
@@ -96,124 +72,19 @@ class LearnerSettings:
 
     def __post_init__(self) -> None:
         if self.algorithm not in ALGORITHMS:
-            raise RLFreezeError(f"algorithm {self.algorithm!r}: must be one of {', '.join(ALGORITHMS)}.")
+            raise RLFreezeError(
+                f"--algorithm {self.algorithm}: must be one of {', '.join(ALGORITHMS)}. RLlib's others expect environments "
+                "that they step themselves."
+            )
         for name, least in (("train_batch", 8), ("num_env_runners", 0), ("num_learners", 0)):
             if getattr(self, name) < least:
-                raise RLFreezeError(f"{name} = {getattr(self, name)}: must be at least {least}.")
+                option = "--" + name.replace("_", "-")
+                raise RLFreezeError(f"{option} {getattr(self, name)}: must be at least {least}.")
 
     @property
     def num_cpus(self) -> int:
         """That Ray must have: one each, and one for the server itself."""
         return 1 + self.num_env_runners + self.num_learners
-
-
-class JobRunner(SingleAgentEnvRunner):
-    """RLlib's local EnvRunner without an environment: jobs ask it to act, and :meth:`sample` returns what came of it.
-
-    :meth:`act` may run in any thread; everything else belongs to the training thread.
-    """
-
-    def __init__(self, *, config: AlgorithmConfig, **kwargs: Any) -> None:
-        self._module_lock = threading.Lock()  # before super(), which sets a state
-        self._waiting: list[SingleAgentEpisode] = []
-        self.num_waiting = 0
-        self.num_learned = 0
-        self.drain: Drain | None = None
-        self.stopping = threading.Event()
-        super().__init__(config=config, **kwargs)
-
-    def make_env(self) -> None:
-        """There is none: the environments are jobs elsewhere."""
-        self.env, self.num_envs = None, 0
-
-    def get_spaces(self) -> dict[str, Any]:
-        spaces = (OBSERVATION_SPACE, ACTION_SPACE)
-        return {INPUT_ENV_SPACES: spaces, INPUT_ENV_SINGLE_SPACES: spaces, DEFAULT_MODULE_ID: spaces}
-
-    def assert_healthy(self) -> None:
-        assert self.module is not None
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        with self._module_lock:
-            super().set_state(state)
-
-    @property
-    def updates(self) -> int:
-        """How often the policy was updated, over restores too."""
-        return self._weights_seq_no
-
-    def act(self, observation: np.ndarray, explore: bool = True) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """An action for one observation, through RLlib's connectors.
-
-        Args:
-            observation: float32 [SIZE], finite.
-            explore: draw from the policy; False takes its mean, which must not be learned from.
-
-        Returns:
-            The action for the job, float32 [NUM_ACTIONS] in [-1, 1], and what a :class:`Fragment` must hold of it: ``actions``
-            as drawn, ``action_logp``, ``action_dist_inputs``.
-        """
-        episode = SingleAgentEpisode(observation_space=OBSERVATION_SPACE, action_space=ACTION_SPACE)
-        episode.add_env_reset(observation=observation)
-        shared = {"episodes": [episode], "explore": explore, "shared_data": {}}
-        with self._module_lock, torch.no_grad():
-            batch = self._env_to_module(rl_module=self.module, batch={}, **shared)
-            out = self.module.forward_exploration(batch) if explore else self.module.forward_inference(batch)
-            out = self._module_to_env(rl_module=self.module, batch=out, **shared)
-        names = (Columns.ACTIONS, Columns.ACTION_LOGP, Columns.ACTION_DIST_INPUTS)
-        extras = {name: np.asarray(out[name][0], dtype=np.float32) for name in names if name in out}
-        return np.asarray(out.get(Columns.ACTIONS_FOR_ENV, out[Columns.ACTIONS])[0], dtype=np.float32), extras
-
-    def add(self, episodes: list[SingleAgentEpisode]) -> None:
-        """Have the next :meth:`sample` return these too."""
-        self._waiting += episodes
-        self.num_waiting += sum(len(episode) for episode in episodes)
-
-    def collect(self, num_transitions: int, wait_s: float) -> bool:
-        """Whether :meth:`sample` would return that many; waits for them, but no longer than ``wait_s``."""
-        end = time.monotonic() + wait_s
-        while not self.stopping.is_set():
-            if self.drain is not None and self.num_waiting < num_transitions:
-                self.add([_episode(fragment) for fragment in self.drain(num_transitions - self.num_waiting)])
-            if self.num_waiting >= num_transitions:
-                return True
-            left = end - time.monotonic()
-            if left <= 0:
-                return False
-            self.stopping.wait(min(left, POLL_S))
-        return False
-
-    def sample(self, **_: Any) -> list[SingleAgentEpisode]:
-        """What was collected, each transition once."""
-        episodes, self._waiting, num = self._waiting, [], self.num_waiting
-        self.num_waiting = 0
-        self.num_learned += num
-        self._increase_sampled_metrics(num, sum(episode.is_done for episode in episodes))
-        return episodes
-
-    def get_metrics(self) -> dict[str, Any]:
-        return self.metrics.reduce()
-
-    def stop(self) -> None:
-        self.stopping.set()
-
-
-def _episode(fragment: Fragment) -> SingleAgentEpisode:
-    """As RLlib's learners want it. Each fragment is an episode of its own: a policy without memory needs no more."""
-    names = (Columns.ACTION_LOGP, Columns.ACTION_DIST_INPUTS)
-    return SingleAgentEpisode(
-        observations=list(np.asarray(fragment.observations, dtype=np.float32)),
-        observation_space=OBSERVATION_SPACE,
-        actions=list(np.asarray(fragment.actions, dtype=np.float32)),
-        action_space=ACTION_SPACE,
-        rewards=[float(reward) for reward in fragment.rewards],
-        extra_model_outputs={
-            name: list(np.asarray(fragment.extras[name], dtype=np.float32)) for name in names if name in fragment.extras
-        },
-        terminated=fragment.terminated,
-        truncated=fragment.truncated,
-        len_lookback_buffer=0,
-    ).to_numpy()
 
 
 class _FromJobs:
@@ -233,7 +104,9 @@ class _FromJobs:
                 return
         elif not runner.collect(num, 0.0):
             while runner.num_waiting < num and not runner.stopping.is_set():
-                rounds = self.simulated.foreach_env_runner(lambda one: one.sample(), local_env_runner=False, timeout_seconds=WAIT_S)
+                rounds = self.simulated.foreach_env_runner(
+                    lambda one: one.sample(), local_env_runner=False, timeout_seconds=WAIT_S
+                )
                 runner.add([episode for episodes in rounds for episode in episodes])
             if runner.stopping.is_set():
                 return
@@ -280,7 +153,7 @@ class JobPPO(_FromJobs, PPO):
 
 
 class JobSAC(_FromJobs, SAC):
-    """SAC that learns from live jobs; a batch of transitions brings as many gradient steps as it has hundreds."""
+    """SAC that learns from live jobs."""
 
 
 def _config(settings: LearnerSettings) -> AlgorithmConfig:
@@ -288,7 +161,9 @@ def _config(settings: LearnerSettings) -> AlgorithmConfig:
     if settings.algorithm == "SAC":
         config = SACConfig(algo_class=JobSAC).training(
             train_batch_size_per_learner=settings.train_batch, num_steps_sampled_before_learning_starts=settings.train_batch,
+            training_intensity=max(1, settings.train_batch // SAC_TRANSITIONS_A_STEP),
         )  # fmt: skip
+        config.env_runners(rollout_fragment_length=settings.train_batch)  # what training_intensity is counted against
     else:
         config = PPOConfig(algo_class=JobPPO).training(
             train_batch_size_per_learner=max(8, settings.train_batch // max(1, settings.num_learners)),
@@ -317,7 +192,7 @@ class Learner:
         self.settings = settings
         self._checkpoints = checkpoints
         self._about = {"algorithm": settings.algorithm, "observation_size": SIZE, "hidden": list(HIDDEN)}
-        self._saved_updates, self._saved_at, self._disk_full = -1, time.monotonic(), False
+        self._saved_updates, self._saved_at, self._disk_full = 0, time.monotonic(), False
         self._algorithm = _config(settings).build_algo()
         self._runner: JobRunner = self._algorithm.env_runner
         if settings.num_env_runners:
@@ -335,7 +210,7 @@ class Learner:
         """How many were learned from since the start, simulated ones included."""
         return self._runner.num_learned
 
-    def act(self, observation: np.ndarray, explore: bool = True) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    def act(self, observation: np.ndarray, explore: bool = True) -> Decision:
         """:meth:`JobRunner.act`."""
         return self._runner.act(observation, explore)
 
@@ -398,7 +273,9 @@ class Learner:
             try:
                 self._algorithm.train()
             except Exception as error:
-                logger.warning("an update of the policy failed (%s: %s); jobs are answered as before", type(error).__name__, error)
+                logger.warning(
+                    "an update of the policy failed (%s: %s); jobs are answered as before", type(error).__name__, error
+                )
                 logger.debug("%s", traceback.format_exc())
                 self._runner.stopping.wait(RETRY_S)
             if time.monotonic() - self._saved_at > CHECKPOINT_S:
@@ -424,12 +301,14 @@ def network_of(state: Mapping[str, Any], activation: str) -> Network:
     found = {name for name in arrays if not name.startswith(("vf.", "encoder.critic_encoder.", "pi.log_std_clip_param"))}
     if found != wanted or not hidden:
         raise RLFreezeError(
-            f"no default Gaussian policy: it has {sorted(found - wanted)} too many and {sorted(wanted - found)} too few. Build it "
-            "with vf_share_layers=False, free_log_std=False and no head_fcnet_hiddens."
+            f"no default Gaussian policy: it has {sorted(found - wanted)} too many and {sorted(wanted - found)} too few. "
+            "Build it with vf_share_layers=False, free_log_std=False and no head_fcnet_hiddens."
         )
     head = "pi.net.mlp.0"
     if arrays[f"{head}.weight"].shape[0] != 2 * NUM_ACTIONS:
-        raise RLFreezeError(f"the head has {arrays[f'{head}.weight'].shape[0]} outputs: must be {2 * NUM_ACTIONS}, means and log-stds.")
+        raise RLFreezeError(
+            f"the head has {arrays[f'{head}.weight'].shape[0]} outputs: must be {2 * NUM_ACTIONS}, means and log-stds."
+        )
     weights = [arrays[f"{layer}.weight"] for layer in hidden] + [arrays[f"{head}.weight"][:NUM_ACTIONS]]
     biases = [arrays[f"{layer}.bias"] for layer in hidden] + [arrays[f"{head}.bias"][:NUM_ACTIONS]]
     return Network(weights, biases, activation)

@@ -27,13 +27,17 @@ def start(folder: Path, num_cpus: int, address: str | None = None) -> None:
     """
     settings: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
     if address is None:
-        # Ray's ports are not all on loopback whatever one asks for, so that its own token is what keeps others out.
+        # A single machine is a mode of Ray's, whose name tells where it was needed first: without it Ray takes 127.0.0.1 for
+        # the machine's outer address, and listens on every interface. On loopback other users still reach it: hence the token.
         token = folder / "ray_token"
         descriptor = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(32))
         os.environ.pop("RAY_AUTH_TOKEN", None)
-        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
+        os.environ.update(
+            RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token), RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
+            RAY_prestart_worker_first_driver="0", RAY_enable_worker_prestart="0",
+        )  # fmt: skip
         settings |= {
             "address": "local", "num_cpus": num_cpus, "num_gpus": 0, "object_store_memory": _OBJECT_STORE_BYTES,
             "_temp_dir": str(folder), "_node_ip_address": "127.0.0.1",
