@@ -9,7 +9,6 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,12 @@ from rlfreeze_ds.log import logger
 from rlfreeze_ds.policy.checkpoint_folder import CheckpointFolder
 from rlfreeze_ds.policy.fragment import Decision
 from rlfreeze_ds.policy.job_runner import ACTION_SPACE, OBSERVATION_SPACE, Drain, JobRunner
+from rlfreeze_ds.policy.learner_settings import LearnerSettings
 from rlfreeze_ds.policy.network import Network
 from rlfreeze_ds.policy.observation import NUM_ACTIONS, SIZE
 
 logging.getLogger("ray.rllib").setLevel(logging.ERROR)  # it warns of its own plans
 
-ALGORITHMS = ("PPO", "SAC")
 HIDDEN = (64, 64)
 
 SAC_TRANSITIONS_A_STEP = 8
@@ -51,40 +50,6 @@ CHECKPOINT_S = 60.0
 
 RETRY_S = 5.0
 """After an update that failed."""
-
-
-@dataclass(frozen=True)
-class LearnerSettings:
-    """
-    Attributes:
-        algorithm: one of :data:`ALGORITHMS`.
-        train_batch: transitions of an update.
-        seed: of weights and exploration; None draws one.
-        num_env_runners: processes that roll out simulated jobs, whose transitions fill up what live jobs did not bring.
-        num_learners: processes that compute the update; 0 computes it in the server's.
-    """
-
-    algorithm: str = "PPO"
-    train_batch: int = 256
-    seed: int | None = None
-    num_env_runners: int = 0
-    num_learners: int = 0
-
-    def __post_init__(self) -> None:
-        if self.algorithm not in ALGORITHMS:
-            raise RLFreezeError(
-                f"--algorithm {self.algorithm}: must be one of {', '.join(ALGORITHMS)}. RLlib's others expect environments "
-                "that they step themselves."
-            )
-        for name, least in (("train_batch", 8), ("num_env_runners", 0), ("num_learners", 0)):
-            if getattr(self, name) < least:
-                option = "--" + name.replace("_", "-")
-                raise RLFreezeError(f"{option} {getattr(self, name)}: must be at least {least}.")
-
-    @property
-    def num_cpus(self) -> int:
-        """That Ray must have: one each, and one for the server itself."""
-        return 1 + self.num_env_runners + self.num_learners
 
 
 class _FromJobs:

@@ -17,11 +17,16 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlfreeze_ds.errors import RLFreezeError
 from rlfreeze_ds.log import logger
 from rlfreeze_ds.planning.atomic_write import write_text
+from rlfreeze_ds.policy.checkpoint_folder import CheckpointFolder
+from rlfreeze_ds.policy.learner_settings import LearnerSettings
+
+if TYPE_CHECKING:
+    from rlfreeze_ds.policy.learner import Learner
 
 MAX_CONNECTIONS = 2048
 """More are answered with 503; each of the most sessions may hold one, and one more."""
@@ -70,8 +75,14 @@ def serve(arguments: argparse.Namespace) -> int:
     absent = [name for name in ("ray", "gymnasium", "fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
     if absent:
         raise RLFreezeError(f"{', '.join(absent)} not installed: the server needs pip install 'rlfreeze_ds[server]'.")
-    if arguments.restore and arguments.checkpoint_dir is None:
+    settings = LearnerSettings(
+        arguments.algorithm, arguments.train_batch, arguments.seed, arguments.num_env_runners, arguments.num_learners
+    )
+    checkpoints = None if arguments.checkpoint_dir is None else CheckpointFolder(arguments.checkpoint_dir.resolve())
+    if arguments.restore and checkpoints is None:
         raise RLFreezeError("--restore needs --checkpoint-dir, where the policy was kept.")
+    if not arguments.restore and checkpoints is not None and checkpoints.all():
+        raise RLFreezeError(f"{checkpoints.path} holds a policy: go on from it with --restore, or name another --checkpoint-dir.")
     with ExitStack() as undo:
         stop = _Stop()
         undo.callback(stop.close)
@@ -80,47 +91,63 @@ def serve(arguments: argparse.Namespace) -> int:
             watch_parent(stop.ask)
         listener = _bind(arguments.host, arguments.port)
         undo.callback(listener.close)
-        folder = Path(tempfile.mkdtemp(prefix="rlf-"))  # for its owner only; its name is short, see local_ray
+        folder = _private_folder()
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
         token_file = arguments.token_file or folder / "token"
-        _run(arguments, stop, listener, folder, token_file, undo)
+        token = _token(token_file)
+        learner = _learner(arguments, settings, checkpoints, stop, folder, undo)
+        if learner is not None:
+            _answer(arguments, learner, stop, listener, token, token_file, undo)
     return 0
 
 
-def _run(
-    arguments: argparse.Namespace, stop: _Stop, listener: socket.socket, folder: Path, token_file: Path, undo: ExitStack
-) -> None:
-    """Everything that needs ray. ``undo`` runs backwards: learning, HTTP, RLlib, Ray."""
-    token = _token(token_file)
+def _learner(
+    arguments: argparse.Namespace,
+    settings: LearnerSettings,
+    checkpoints: CheckpointFolder | None,
+    stop: _Stop,
+    folder: Path,
+    undo: ExitStack,
+) -> Learner | None:
+    """Ray and the learner, which ``undo`` ends; None when the wish to end came first."""
     os.environ["OMP_NUM_THREADS"] = "1"  # more would take the cores that answer; before torch is imported
     from rlfreeze_ds.policy import local_ray
 
-    local_ray.start(folder, _num_cpus(arguments), arguments.ray_address)
+    if arguments.ray_address is None:
+        local_ray.prepare(folder)
+    local_ray.start(folder, settings.num_cpus, arguments.ray_address)
     undo.callback(local_ray.stop)
     stop.on_signals()  # Ray has put its own in place
     if stop.asked():
-        return
+        return None
 
-    from rlfreeze_ds.policy.checkpoint_folder import CheckpointFolder
-    from rlfreeze_ds.policy.learner import Learner, LearnerSettings
-    from rlfreeze_ds.policy.server import make_app
-    from rlfreeze_ds.policy.session import Sessions
+    from rlfreeze_ds.policy.learner import Learner
 
-    settings = LearnerSettings(
-        arguments.algorithm, arguments.train_batch, arguments.seed, arguments.num_env_runners, arguments.num_learners
-    )
-    folder_of_checkpoints = None if arguments.checkpoint_dir is None else CheckpointFolder(arguments.checkpoint_dir.resolve())
-    learner = Learner(settings, folder_of_checkpoints)
+    learner = Learner(settings, checkpoints)
     undo.callback(learner.close)
     if arguments.restore:
         learner.restore()
+    return None if stop.asked() else learner
+
+
+def _answer(
+    arguments: argparse.Namespace,
+    learner: Learner,
+    stop: _Stop,
+    listener: socket.socket,
+    token: str,
+    token_file: Path,
+    undo: ExitStack,
+) -> None:
+    """Answer and learn until the wish to end. ``undo`` ends both, learning first."""
+    from rlfreeze_ds.policy.server import make_app
+    from rlfreeze_ds.policy.session import Sessions
+
     sessions = Sessions()
     http = _Http(make_app(sessions, learner, token), listener)
     undo.callback(http.stop)
     undo.callback(learner.stop)
     undo.callback(sessions.stop)
-    if stop.asked():
-        return
     http.start(stop.ask)
     learner.start(sessions.drain)
     host, port = listener.getsockname()[:2]
@@ -137,8 +164,10 @@ def _run(
     logger.info("policy server ends after %d updates", learner.updates)
 
 
-def _num_cpus(arguments: argparse.Namespace) -> int:
-    return 1 + max(0, arguments.num_env_runners) + max(0, arguments.num_learners)
+def _private_folder() -> Path:
+    """For its owner only. Its name is short, wherever temporary files go: see :func:`local_ray.start`."""
+    usual = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="rlf-", dir=usual if len(usual) <= 30 else "/tmp"))
 
 
 class _Stop:
@@ -146,9 +175,10 @@ class _Stop:
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
+        self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def on_signals(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in self._before:
             signal.signal(number, lambda *_: self.ask())
 
     def ask(self) -> None:
@@ -162,8 +192,8 @@ class _Stop:
         select.select([self._read], [], [])
 
     def close(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
         os.close(self._read)
         os.close(self._write)
 
