@@ -8,7 +8,6 @@ import json
 import os
 import secrets
 import select
-import shutil
 import signal
 import socket
 import stat
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from rlfreeze_ds.errors import RLFreezeError
 from rlfreeze_ds.log import logger
 from rlfreeze_ds.planning.atomic_write import write_text
+from rlfreeze_ds.policy import sweep
 from rlfreeze_ds.policy.checkpoint_folder import CheckpointFolder
 from rlfreeze_ds.policy.learner_settings import LearnerSettings
 
@@ -92,7 +92,7 @@ def serve(arguments: argparse.Namespace) -> int:
         listener = _bind(arguments.host, arguments.port)
         undo.callback(listener.close)
         folder = _private_folder()
-        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        undo.callback(sweep.end, sweep.start(folder))
         token_file = arguments.token_file or folder / "token"
         token = _token(token_file)
         learner = _learner(arguments, settings, checkpoints, stop, folder, undo)

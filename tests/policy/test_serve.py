@@ -184,9 +184,12 @@ def test_jobs_teach_it_and_a_restart_goes_on(served: _Process, folder: Path, cap
 
 
 @needs_extra
-def test_a_killed_server_leaves_no_process(tmp_path: Path) -> None:
+def test_a_killed_server_leaves_no_process_and_no_folder(tmp_path: Path) -> None:
+    before = {*Path("/tmp").glob("rlf-*")}
     process = _Process(tmp_path / "home")
+    assert len({*Path("/tmp").glob("rlf-*")} - before) == 1
     assert process.ends(process.child.kill) == -signal.SIGKILL
+    assert not {*Path("/tmp").glob("rlf-*")} - before
 
 
 def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
