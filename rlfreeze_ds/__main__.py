@@ -1,5 +1,5 @@
-"""``python -m rlfreeze_ds plan``: a plan from a measured profile; ``timeline``: the batches of a run. Needs no GPU, torch or
-deepspeed."""
+"""``python -m rlfreeze_ds plan``: a plan from a measured profile; ``timeline``: the batches of a run; both need no GPU, torch or
+deepspeed. ``serve``: the policy server, which needs the ``server`` extra."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from rlfreeze_ds.errors import RLFreezeError
 from rlfreeze_ds.planning.atomic_write import write_text
 from rlfreeze_ds.planning.plan import Plan
+from rlfreeze_ds.policy.serve import add_arguments as add_serve_arguments
+from rlfreeze_ds.policy.serve import serve
 
 if TYPE_CHECKING:
     from rlfreeze_ds.planning.cost_model import Costs
@@ -32,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m rlfreeze_ds", description="Freeze parameters where time is lost.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{plan,timeline}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{plan,timeline,serve}")
     plan = commands.add_parser(
         "plan",
         help="a freeze ratio per stage and micro-batch from a measured profile",
@@ -79,6 +81,13 @@ def _parser() -> argparse.ArgumentParser:
     timeline.add_argument("--gantt", metavar="PATH", help="draw the three: .png, .svg or .pdf")
     timeline.add_argument("--trace", metavar="PATH", help="write them as a trace for chrome://tracing, ui.perfetto.dev")
     timeline.set_defaults(run=_run_timeline)
+    server = commands.add_parser(
+        "serve",
+        help="a policy that learns from running jobs how far to freeze",
+        description="Answer training jobs that freeze, and learn from what comes of it.",
+    )
+    add_serve_arguments(server)
+    server.set_defaults(run=serve)
     return parser
 
 

@@ -1,2 +1,2 @@
-"""HOW FAR: who moves the criterion's thresholds. Only :mod:`server` imports ray; what runs in a job needs neither ray nor
-torch."""
+"""HOW FAR: who moves the criterion's thresholds. Only :mod:`learner`, :mod:`job_runner` and :mod:`local_ray` import ray;
+what runs in a job needs neither ray nor torch."""
