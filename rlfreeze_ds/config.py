@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rlfreeze_ds.errors import ConfigError
 
@@ -86,13 +86,29 @@ class GuardConfig(_Strict):
 class PolicyConfig(_Strict):
     """HOW FAR: who moves the criterion's thresholds."""
 
-    type: Literal["fixed", "random"] = Field(
+    type: Literal["fixed", "random", "pretrained", "rllib"] = Field(
         "fixed",
-        description="fixed: the thresholds stay as configured; random: they walk at random, a baseline for policies",
+        description="fixed: the thresholds stay as configured; random: they walk at random, a baseline for policies; pretrained: "
+        "a small network moves them; rllib: a policy server does, and learns from it",
     )
     interval: int = Field(20, ge=1, description="steps of a window: between two decisions, each of which asks for a new plan")
     total_steps: int | None = Field(None, ge=1, description="steps of the run, if known: a policy may act otherwise near its end")
     patience_steps: int = Field(10, ge=0, description="steps to wait for an answer before the thresholds stay as they are")
+    file: str | None = Field(None, description="pretrained: a policy file in place of the one that comes with the package")
+    server: str = Field(
+        "auto", description='rllib: where the server is, such as "http://host:port"; "auto": rank 0 starts one for this job'
+    )
+    token_file: str | None = Field(None, description='rllib, server not "auto": the file with its token, readable by you alone')
+    run_id: str | None = Field(None, description="rllib: names the job's episode, also after a restart; default: drawn anew")
+    deadline_s: float = Field(5.0, gt=0, le=3600, description="rllib: seconds for one request, beside training")
+    checkpoint_dir: str | None = Field(None, description='rllib, server "auto": where the policy is kept and gone on from')
+    train_batch: int = Field(64, ge=8, le=100_000, description='rllib, server "auto": windows that an update learns from')
+
+    @model_validator(mode="after")
+    def _complete(self) -> PolicyConfig:
+        if self.type == "rllib" and self.server != "auto" and self.token_file is None:
+            raise ValueError("server other than \"auto\" needs token_file, the file that the server was given with --token-file")
+        return self
 
 
 class FreezeConfig(_Strict):
@@ -158,6 +174,8 @@ def _explain(detail: Any) -> str:
         return f"{where}: no such key; {hint}"
     if detail["type"] == "missing":
         return f'{where}: missing; write {{"{BLOCK}": {{"{path[-1]}": true}}}} or false'
+    if detail["type"] == "value_error":
+        return f"{where}: {detail['ctx']['error']}"
     field = _model_of(path[:-1]).model_fields.get(path[-1]) if path else None
     meaning = f" ({field.description})" if field is not None and field.description else ""
     message = detail["msg"][0].lower() + detail["msg"][1:]

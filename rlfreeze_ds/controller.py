@@ -18,7 +18,7 @@ import torch
 from rlfreeze_ds.config import FreezeConfig
 from rlfreeze_ds.control_group import ControlGroup
 from rlfreeze_ds.decision import Decision
-from rlfreeze_ds.errors import MaskMismatchError
+from rlfreeze_ds.errors import ConfigError, MaskMismatchError, RLFreezeError
 from rlfreeze_ds.freezing.criterion import MixedCriterion
 from rlfreeze_ds.freezing.gradients import on_device
 from rlfreeze_ds.freezing.masks import Mask, masks_checksum
@@ -64,8 +64,7 @@ class FreezeController:
         self.shapes = self._shapes_of_all_stages()
         self.planner = Planner(config, self.shapes, self.group, run_log, normalised=normalised)
         self.tunes = config.policy.type != "fixed" and config.planning.max_freeze_ratio > 0
-        policy = make_policy(config) if self.tunes and self.group.rank == 0 else None
-        self.tuner = Tuner(policy, initial_thresholds(config), config.policy) if policy is not None else None
+        self.tuner = self._tuner() if self.tunes else None
         self.start_afresh(0)
 
     def start_afresh(self, step: int) -> None:
@@ -281,6 +280,30 @@ class FreezeController:
         return tuple(mask if m in chosen else () for m in range(num_micro_batches))
 
     # -- thresholds: rank 0's policy moves them, a plan carries them to everyone -----------------------------------------
+
+    def _tuner(self) -> Tuner | None:
+        """Collective. On rank 0 only.
+
+        Raises:
+            ConfigError: on every rank; the policy's file or token cannot be used.
+        """
+        tuner, reason = None, ""
+        if self.group.rank == 0:
+            try:
+                policy = make_policy(self.config.policy, self.config.seed)
+                tuner = Tuner(policy, initial_thresholds(self.config), self.config.policy)
+            except RLFreezeError as error:
+                reason = str(error)
+        reason = self.group.broadcast(reason)
+        if reason:
+            raise ConfigError(reason)
+        return tuner
+
+    def close(self) -> None:
+        """The job ends: no process or thread of ours is left."""
+        self.planner.cancel()
+        if self.tuner is not None:
+            self.tuner.policy.close()
 
     def _end_window(self, order: str) -> None:
         """Ask the policy where there is one to ask and something to tell it; then for a plan."""

@@ -142,9 +142,9 @@ class FreezeEngineMixin:
         return loss
 
     def destroy(self) -> None:
-        """As stock; the planning process ends too."""
+        """As stock; what works beside training ends too."""
         if "freeze_controller" in vars(self):
-            self.freeze_controller.planner.cancel()
+            self.freeze_controller.close()
         super().destroy()
 
     # -- checkpoints --------------------------------------------------------------------------------------------------

@@ -62,9 +62,7 @@ class Fragment:
         return iter(range(self.first_window, self.first_window + len(self)))
 
 
-def assemble(
-    run_id: str, session_id: str, transitions: Sequence[Transition], terminated: bool, truncated: bool
-) -> Fragment:
+def assemble(run_id: str, session_id: str, transitions: Sequence[Transition], terminated: bool, truncated: bool) -> Fragment:
     """One fragment of ``transitions``, of which there is at least one and each begins where the one before ends."""
     decisions = [transition.decision for transition in transitions]
     return Fragment(

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
+import uuid
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from rlfreeze_ds.config import FreezeConfig
+from rlfreeze_ds.config import PolicyConfig
+from rlfreeze_ds.errors import RLFreezeError
+from rlfreeze_ds.log import logger
+from rlfreeze_ds.policy.auto_server import AutoServer
+from rlfreeze_ds.policy.client import PolicyClient
+from rlfreeze_ds.policy.connection import read_token
+from rlfreeze_ds.policy.network import Network
 from rlfreeze_ds.policy.observation import NUM_ACTIONS
 
-
-def make_policy(config: FreezeConfig) -> Policy:
-    """The one that ``policy.type`` names, which is not "fixed"."""
-    return RandomPolicy(config.seed)
+PRETRAINED = Path(__file__).parent / "pretrained.json"
+"""The policy file that comes with the package; ``scripts/pretrain_policy.py`` makes it."""
 
 
 class Policy(Protocol):
@@ -26,6 +33,29 @@ class Policy(Protocol):
 
     def close(self) -> None:
         """The job ends."""
+
+
+def make_policy(config: PolicyConfig, seed: int) -> Policy:
+    """The one that ``config.type`` names, which is not "fixed".
+
+    Raises:
+        RLFreezeError: its file or token cannot be used. That a server cannot be started or reached is none: it may come later.
+    """
+    if config.type == "random":
+        return RandomPolicy(seed)
+    if config.type == "pretrained":
+        return PretrainedPolicy(Network.load(config.file or PRETRAINED))
+    run_id = config.run_id or f"run-{uuid.uuid4().hex}"
+    if config.server != "auto":
+        token = read_token(config.token_file)
+        return ServedPolicy(PolicyClient(config.server, token, run_id, deadline_s=config.deadline_s), None)
+    keep = ["--checkpoint-dir", config.checkpoint_dir, "--restore"] if config.checkpoint_dir else []
+    server = AutoServer([*keep, "--train-batch", str(config.train_batch), "--seed", str(seed)])
+    try:
+        server.start()
+    except RLFreezeError as error:
+        logger.warning("%s The thresholds stay as they are.", error)
+    return ServedPolicy(PolicyClient(server.url, server.token, run_id, deadline_s=config.deadline_s), server)
 
 
 class RandomPolicy:
@@ -44,3 +74,43 @@ class RandomPolicy:
 
     def close(self) -> None:
         pass
+
+
+class PretrainedPolicy:
+    """A trained network's mean action, at once."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self._action: np.ndarray | None = None
+
+    def offer(self, window: int, observation: np.ndarray, reward: float | None) -> None:
+        self._action = self.network.act(observation)
+
+    def take(self) -> np.ndarray | None:
+        action, self._action = self._action, None
+        return action
+
+    def close(self) -> None:
+        pass
+
+
+class ServedPolicy:
+    """Asks a policy server, which also learns from it; ``server`` is this job's own, if it has one."""
+
+    def __init__(self, client: PolicyClient, server: AutoServer | None) -> None:
+        self.client = client
+        self._server = server
+        atexit.register(self.close)  # few scripts end their engine
+
+    def offer(self, window: int, observation: np.ndarray, reward: float | None) -> None:
+        self.client.offer(window, observation, reward)
+
+    def take(self) -> np.ndarray | None:
+        answer = self.client.take()
+        return None if answer is None else np.array(answer.action)
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        self.client.close()
+        if self._server is not None:
+            self._server.close()

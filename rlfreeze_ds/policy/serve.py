@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import secrets
 import select
@@ -20,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlfreeze_ds.errors import RLFreezeError
 from rlfreeze_ds.log import logger
-from rlfreeze_ds.planning.atomic_write import write_text
 from rlfreeze_ds.policy import sweep
+from rlfreeze_ds.policy.auto_server import watch_parent, write_ready
 from rlfreeze_ds.policy.checkpoint_folder import CheckpointFolder
 from rlfreeze_ds.policy.learner_settings import LearnerSettings
 
@@ -152,7 +151,7 @@ def _answer(
     learner.start(sessions.drain)
     host, port = listener.getsockname()[:2]
     if arguments.ready_file is not None:
-        write_text(arguments.ready_file, json.dumps({"port": port}))
+        write_ready(arguments.ready_file, port)
         undo.callback(arguments.ready_file.unlink, missing_ok=True)
     logger.info("policy server on http://%s:%d, its token in %s", f"[{host}]" if ":" in host else host, port, token_file)
     if not _is_loopback(host):
@@ -196,20 +195,6 @@ class _Stop:
             signal.signal(number, handler)
         os.close(self._read)
         os.close(self._write)
-
-
-def watch_parent(gone: Callable[[], None]) -> None:
-    """Call ``gone``, in a thread, when standard input ends or the parent has died (another may hold the input's other end)."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            with suppress(OSError, ValueError):
-                if select.select([0], [], [], 1.0)[0] and not os.read(0, 4096):
-                    break
-        gone()
-
-    threading.Thread(target=watch, name="parent watch", daemon=True).start()
 
 
 def _last_resort() -> None:
