@@ -28,6 +28,7 @@ def decide(observation: np.ndarray) -> Decision:
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     server: StubServer
 
     def do_POST(self) -> None:
