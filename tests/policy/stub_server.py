@@ -28,6 +28,7 @@ def decide(observation: np.ndarray) -> Decision:
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     server: StubServer
 
     def do_POST(self) -> None:
@@ -73,6 +74,7 @@ class StubServer(ThreadingHTTPServer):
 
     def __init__(self, port: int = 0, book: Sessions | None = None, fault: Fault | None = None) -> None:
         super().__init__(("127.0.0.1", port), Handler)
+        self.socket.settimeout(1.0)  # a connection may be gone again before it is accepted, and stop() would wait for the next
         self.book, self.fault = book or Sessions(), fault
         self.requests: list[tuple[str, str, bytes]] = []
         self.lock = threading.Lock()
