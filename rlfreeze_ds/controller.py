@@ -79,7 +79,8 @@ class FreezeController:
         self.asked: tuple[int, int] | None = None  # step and micro-batches of the last request
         self.planned = step  # from which step on the decision has held
         self.drifted = False  # whether it was asked for because the last one's prediction did not come true
-        self.waits = False  # whether for an answer of the policy
+        self.waits = False  # whether for an answer of the policy, to the window that ended before
+        self.window_end = step
         if self.tuner is not None:
             self.tuner.start_afresh()
             self.planner.thresholds = self.tuner.thresholds
@@ -313,7 +314,7 @@ class FreezeController:
         if self.tuner is not None:
             unfrozen_s = self.history.unfrozen_makespan_s(order.count("F"))
             self.tuner.offer(self.step, plan_facts(self.decision, unfrozen_s))
-        self.waits = True
+        self.waits, self.window_end = True, self.step
         self._take_thresholds(order)
 
     def _take_thresholds(self, order: str) -> None:
@@ -326,6 +327,7 @@ class FreezeController:
             self.planner.thresholds = self.tuner.thresholds
             self.run_log.write("policy", step=self.step, **self.tuner.last)
         self._ask(order)
+        self.asked = (self.window_end, self.asked[1])  # a window is as long however long the answer took
 
     # -- plans: rank 0's process solves beside training, everyone acts on the same bytes -------------------------------
 

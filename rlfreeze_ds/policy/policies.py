@@ -23,7 +23,12 @@ PRETRAINED = Path(__file__).parent / "pretrained.json"
 
 
 class Policy(Protocol):
-    """Lives on rank 0. None of its methods may take longer than a millisecond, :meth:`close` excepted, or raise."""
+    """Lives on rank 0. None of its methods may take longer than a millisecond, :meth:`close` excepted, or raise.
+
+    ``updates``: how often it had learned when it gave the last action; 0 for one that does not learn.
+    """
+
+    updates: int
 
     def offer(self, window: int, observation: np.ndarray, reward: float | None) -> None:
         """Take window number ``window``: float32 [SIZE], and the reward of the answer before (None: there was none)."""
@@ -61,6 +66,8 @@ def make_policy(config: PolicyConfig, seed: int) -> Policy:
 class RandomPolicy:
     """Uniform actions, the same for the same seed and window: the baseline that any policy has to beat."""
 
+    updates = 0
+
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self._action: np.ndarray | None = None
@@ -78,6 +85,8 @@ class RandomPolicy:
 
 class PretrainedPolicy:
     """A trained network's mean action, at once."""
+
+    updates = 0
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -99,6 +108,7 @@ class ServedPolicy:
 
     def __init__(self, client: PolicyClient, server: AutoServer | None) -> None:
         self.client = client
+        self.updates = 0
         self._server = server
         atexit.register(self.close)  # few scripts end their engine
 
@@ -107,7 +117,10 @@ class ServedPolicy:
 
     def take(self) -> np.ndarray | None:
         answer = self.client.take()
-        return None if answer is None else np.array(answer.action)
+        if answer is None:
+            return None
+        self.updates = answer.updates
+        return np.array(answer.action)
 
     def close(self) -> None:
         atexit.unregister(self.close)

@@ -58,7 +58,7 @@ class Tuner:
         # Without an answer to the window before there was no decision that the reward could be for.
         self.policy.offer(self.number, vector, reward if self._answered else None)
         named = dict(zip(NAMES, vector.tolist(), strict=True))
-        self.last = {"window": self.number, "observation": named, "reward": reward, "action": None}
+        self.last = {"window": self.number, "observation": named, "reward": reward, "action": None, "updates": None}
         self.number += 1
         self._answered, self._waited = False, 0
 
@@ -68,7 +68,7 @@ class Tuner:
         if action is not None:
             self._answered = True
             self.thresholds = self.thresholds.moved(action)
-            self.last["action"] = [float(a) for a in action]
+            self.last |= {"action": [float(a) for a in action], "updates": self.policy.updates}
         self._waited += 1
         done = action is not None or self._waited > self.config.patience_steps
         if done:

@@ -33,8 +33,7 @@ def learning_job(seconds: float) -> dict[str, Any]:
         losses.append(float(engine.train_batch(jobs.batches(engine.global_steps, 4))))
         if tuner is not None:
             thresholds.add(tuner.thresholds)
-            answer = tuner.policy.client._answered
-            updates = answer.answer.updates if answer else 0
+            updates = tuner.policy.updates
     pid = tuner.policy._server.pid if tuner is not None else None
     started = time.monotonic()
     engine.destroy()
