@@ -56,7 +56,7 @@ class Calls:
             raise LostError(self._harmless(error.strerror or type(error).__name__)) from None
         if status >= 500 or status in (408, 429):
             raise LostError(f"HTTP {status}")
-        if status == 409 and "version" in str(_value_in(body, "detail")):
+        if status == 409 and "version" in str(_value_in(body, "error")):
             # Not as what else is a conflict: there another client has taken the run over, and this one has to give way.
             raise RefusedError(self._explained(status, body))
         if status != 200:
@@ -77,7 +77,7 @@ class Calls:
             return f"HTTP {status}: it sends us elsewhere, and the token goes to no other address"
         if status == 401:
             return "HTTP 401: the token is not the server's; compare rlfreeze.policy.token_file with what the server was given"
-        detail = _value_in(body, "detail")
+        detail = _value_in(body, "error")
         return f"HTTP {status}: {self._harmless(detail)}" if isinstance(detail, str) else f"HTTP {status}"
 
     def _harmless(self, text: str) -> str:

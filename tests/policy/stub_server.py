@@ -39,7 +39,7 @@ class Handler(BaseHTTPRequestHandler):
         if stub.fault is not None and stub.fault(self, self.path, body):
             return
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
-            return self.say(401, {"detail": "wrong token"})
+            return self.say(401, {"error": "wrong token"})
         try:
             parts = self.path.strip("/").split("/")
             if parts[-1] == "act":
@@ -49,7 +49,7 @@ class Handler(BaseHTTPRequestHandler):
             else:
                 reply = stub.book.open(Open.model_validate_json(body))
         except SessionError as error:
-            return self.say(error.status, {"detail": str(error)})
+            return self.say(error.status, {"error": str(error)})
         self.say(200, reply.model_dump())
 
     def say(self, status: int, message: Any, headers: dict[str, str] | None = None) -> None:

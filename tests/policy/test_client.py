@@ -227,10 +227,10 @@ def _answer(**changes: Any) -> bytes:
         (200, _answer(more=TOKEN), {}, "not one of a policy server"),
         (200, _answer() + b" " * 2 * LARGEST_BODY, {}, f"longer than {LARGEST_BODY} bytes"),
         (307, b"", {"Location": "http://127.0.0.1:9/"}, "sends us elsewhere"),
-        (401, b'{"detail": "no"}', {}, "token is not the server's"),
-        (403, json.dumps({"detail": f"not {TOKEN}\n\x1b[2J" + "x" * 999}).encode(), {}, "HTTP 403: not ***"),
+        (401, b'{"error": "no"}', {}, "token is not the server's"),
+        (403, json.dumps({"error": f"not {TOKEN}\n\x1b[2J" + "x" * 999}).encode(), {}, "HTTP 403: not ***"),
         (413, b"", {}, "HTTP 413"),
-        (422, b'{"detail": [1]}', {}, "HTTP 422"),
+        (422, b'{"error": [1]}', {}, "HTTP 422"),
         (204, b"", {}, "HTTP 204"),
     ],
 )
@@ -260,7 +260,7 @@ def test_a_server_of_another_version_is_asked_again(lines: Any, path: str) -> No
 
     def other(handler: Handler, asked: str, body: bytes) -> bool:
         if asked.endswith(path):
-            handler.say(409, {"detail": "version 1 of the messages; this server speaks version 2"})
+            handler.say(409, {"error": "version 1 of the messages; this server speaks version 2"})
         return asked.endswith(path)
 
     server = StubServer()
