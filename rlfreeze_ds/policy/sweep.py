@@ -31,7 +31,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _is_rays(pid: int, folder: str) -> bool:
-    """Whether the process is one of the Ray in ``folder``: it inherited the path of Ray's token, or has Ray's title, which may have
+    """Whether the process is one of the Ray in ``folder``: it inherited the path of its token, or has its title, which may have
     been written over that, and a log open in there. A job that merely names a file in there, or reads one, is none."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
