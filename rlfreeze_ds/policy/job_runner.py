@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,9 @@ ACTION_SPACE = gymnasium.spaces.Box(-1.0, 1.0, (NUM_ACTIONS,), dtype=np.float32)
 Drain = Callable[[int, float], list[Fragment]]
 """``drain(min_transitions, timeout_s)``: that many or more, none of which was handed out before, or none after that time."""
 
+MOST_BATCHES = 4
+"""Of transitions that one update takes."""
+
 _EXTRAS = (Columns.ACTION_LOGP, Columns.ACTION_DIST_INPUTS)
 
 
@@ -36,7 +40,7 @@ class JobRunner(SingleAgentEnvRunner):
 
     def __init__(self, *, config: AlgorithmConfig, **kwargs: Any) -> None:
         self._module_lock = threading.Lock()  # before super(), which sets a state
-        self._waiting: list[SingleAgentEpisode] = []
+        self._waiting: deque[SingleAgentEpisode] = deque()
         self.num_waiting = 0
         self.num_learned = 0
         self.drain: Drain | None = None
@@ -99,9 +103,13 @@ class JobRunner(SingleAgentEnvRunner):
         return self.num_waiting >= num_transitions and not self.stopping.is_set()
 
     def sample(self, **_: Any) -> list[SingleAgentEpisode]:
-        """What was collected, each transition once."""
-        episodes, self._waiting, num = self._waiting, [], self.num_waiting
-        self.num_waiting = 0
+        """What was collected, each transition once. Not more than a few batches at a time: were jobs faster than learning,
+        updates would take longer and longer."""
+        most, episodes, num = MOST_BATCHES * self.config.total_train_batch_size, [], 0
+        while self._waiting and num < most:
+            episodes.append(self._waiting.popleft())
+            num += len(episodes[-1])
+        self.num_waiting -= num
         self.num_learned += num
         self._increase_sampled_metrics(num, sum(episode.is_done for episode in episodes))
         return episodes

@@ -68,19 +68,20 @@ class _FromJobs:
             if not runner.collect(num, WAIT_S):
                 return
         elif not runner.collect(num, 0.0):
-            while runner.num_waiting < num and not runner.stopping.is_set():
-                rounds = self.simulated.foreach_env_runner(
-                    lambda one: one.sample(), local_env_runner=False, timeout_seconds=WAIT_S
-                )
-                runner.add([episode for episodes in rounds for episode in episodes])
-            if runner.stopping.is_set():
+            runner.collect(runner.num_waiting + 1, 0.0)  # fewer will do: the rest is simulated
+            # Asks those that wait, and takes what others had been asked for.
+            rounds = self.simulated.foreach_env_runner_async_fetch_ready(
+                func="sample", tag="sample", timeout_seconds=WAIT_S, return_obj_refs=False
+            )
+            runner.add([episode for episodes in rounds for episode in episodes])
+            if runner.num_waiting < num or runner.stopping.is_set():
                 return
         super().training_step()
         if self.simulated is not None:
             self.simulated.sync_weights(from_worker_or_learner_group=self.learner_group, inference_only=True)
 
-    def simulate(self) -> None:
-        """Start the processes that roll out simulated jobs.
+    def simulate(self, num: int) -> None:
+        """Start ``num`` processes that roll out simulated jobs.
 
         Raises:
             RLFreezeError: this installation has no simulated job.
@@ -91,7 +92,6 @@ class _FromJobs:
             raise RLFreezeError(f"--num-env-runners needs simulated jobs, rlfreeze_ds.policy.env: {error}.") from None
         ray.tune.register_env("rlfreeze-simulated-job", simulated_job)
         config = self.config.copy(copy_frozen=False)
-        num = config.num_simulated
         config.environment(env="rlfreeze-simulated-job").env_runners(
             env_runner_cls=SingleAgentEnvRunner, num_env_runners=num,
             rollout_fragment_length=max(1, config.total_train_batch_size // num),
@@ -161,8 +161,7 @@ class Learner:
         self._algorithm = _config(settings).build_algo()
         self._runner: JobRunner = self._algorithm.env_runner
         if settings.num_env_runners:
-            self._algorithm.config.num_simulated = settings.num_env_runners
-            self._algorithm.simulate()
+            self._algorithm.simulate(settings.num_env_runners)
         self._thread = threading.Thread(target=self._learn, name="learn", daemon=True)
 
     @property

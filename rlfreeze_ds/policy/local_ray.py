@@ -51,9 +51,10 @@ def start(folder: Path, num_cpus: int, address: str | None = None) -> None:
 
     settings: dict[str, Any] = {"address": address or "local", "log_to_driver": False, "logging_level": logging.ERROR}
     if address is None:
+        # Ray opens its folder to everyone, so it gets one within: nobody else comes through the private one.
         settings |= {
             "num_cpus": num_cpus, "num_gpus": 0, "object_store_memory": _OBJECT_STORE_BYTES, "include_dashboard": False,
-            "_temp_dir": str(folder), "_node_ip_address": "127.0.0.1",
+            "_temp_dir": str(folder / "r"), "_node_ip_address": "127.0.0.1",
         }  # fmt: skip
     try:
         ray.init(**settings)

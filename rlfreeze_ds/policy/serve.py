@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import os
 import secrets
@@ -10,6 +11,7 @@ import select
 import signal
 import socket
 import stat
+import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -32,6 +34,10 @@ MAX_CONNECTIONS = 2048
 
 SHORTEST_TOKEN, LONGEST_TOKEN = 16, 512
 """Characters."""
+
+SWITCH_S = 0.0002
+"""How long the learning thread may keep the interpreter from the answering one. An answer lets go of it thirty times, in torch:
+at Python's usual 5 ms an update would hold it up for a sixth of a second."""
 
 START_S = 30.0
 HTTP_STOP_S = 3.0
@@ -109,6 +115,7 @@ def _learner(
     undo: ExitStack,
 ) -> Learner | None:
     """Ray and the learner, which ``undo`` ends; None when the wish to end came first."""
+    sys.setswitchinterval(SWITCH_S)
     os.environ["OMP_NUM_THREADS"] = "1"  # more would take the cores that answer; before torch is imported
     from rlfreeze_ds.policy import local_ray
 
@@ -147,6 +154,9 @@ def _answer(
     undo.callback(http.stop)
     undo.callback(learner.stop)
     undo.callback(sessions.stop)
+    # What was imported stays for good. Were it looked through in every collection, answers would wait for that.
+    gc.collect()
+    gc.freeze()
     http.start(stop.ask)
     learner.start(sessions.drain)
     host, port = listener.getsockname()[:2]

@@ -31,11 +31,16 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _is_rays(pid: int, folder: str) -> bool:
-    """Whether the process is one of the Ray in ``folder``. Its token's path tells, which Ray hands down in the environment: a job
-    that merely names a file in there, or reads one, is none."""
+    """Whether the process is one of the Ray in ``folder``: it inherited the path of its token, or has its title, which may have
+    been written over that, and a log open in there. A job that merely names a file in there, or reads one, is none."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
-            return f"RAY_AUTH_TOKEN_PATH={folder}/ray_token".encode() in file.read().split(b"\0")
+            if f"RAY_AUTH_TOKEN_PATH={folder}/ray_token".encode() in file.read().split(b"\0"):
+                return True
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            if not file.read().startswith(b"ray::"):
+                return False
+        return any(os.readlink(entry.path).startswith(f"{folder}/") for entry in os.scandir(f"/proc/{pid}/fd"))
     except OSError:
         return False
 

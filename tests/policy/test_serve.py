@@ -185,11 +185,13 @@ def test_jobs_teach_it_and_a_restart_goes_on(served: _Process, folder: Path, cap
 
 @needs_extra
 def test_a_killed_server_leaves_no_process_and_no_folder(tmp_path: Path) -> None:
-    before = {*Path("/tmp").glob("rlf-*")}
     process = _Process(tmp_path / "home")
-    assert len({*Path("/tmp").glob("rlf-*")} - before) == 1
+    variables = [entry for pid, _ in process.tree for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")]
+    tokens = {Path(entry.decode().partition("=")[2]) for entry in variables if entry.startswith(b"RAY_AUTH_TOKEN_PATH=")}
+    (token,) = tokens  # some hold it no longer: a title takes the room of the environment
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600 and stat.S_IMODE(token.parent.stat().st_mode) == 0o700
     assert process.ends(process.child.kill) == -signal.SIGKILL
-    assert not {*Path("/tmp").glob("rlf-*")} - before
+    assert not token.parent.exists()
 
 
 def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
