@@ -1,8 +1,8 @@
 """What a training job and a policy server say to each other: versioned models, JSON on the wire, the same on both sides.
 
 ``POST /v1/sessions`` (:class:`Open` -> :class:`Opened`), ``POST /v1/sessions/{session_id}/act`` (:class:`Window` ->
-:class:`Answer`), ``POST /v1/sessions/{session_id}/close`` (:class:`Close` -> :class:`Closed`), each with the bearer token. Another status than
-200 comes with ``{"error": "..."}``.
+:class:`Answer`), ``POST /v1/sessions/{session_id}/close`` (:class:`Close` -> :class:`Closed`), each with the bearer token.
+Another status than 200 comes with ``{"error": "..."}``.
 """
 
 from __future__ import annotations
