@@ -36,6 +36,22 @@ def job(folder: str, steps: int, resume: str | None = None, save_at: int | None 
     return {"thresholds": thresholds, "decision": engine.freeze_controller.decision, "masks": engine._step_masks.masks}
 
 
+def pretrained_job() -> list[Any]:
+    engine = build(2, jobs.ds_config(8, rlfreeze=QUICK | {"policy": {"type": "pretrained", "interval": INTERVAL}}))
+    found = []
+    for step in range(25):
+        engine.train_batch(jobs.batches(step, 8))
+        tuner = engine.freeze_controller.tuner
+        found.append(tuner.thresholds if tuner is not None else None)
+    engine.destroy()
+    return found
+
+
+def test_the_policy_that_comes_with_the_package_moves_thresholds() -> None:
+    first, second = run_ranks(pretrained_job, 2)
+    assert len(set(first)) > 2 and set(second) == {None}
+
+
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     lines = (folder / "rlfreeze.jsonl").read_text().splitlines()
     return [event for event in map(json.loads, lines) if event["event"] == kind]
