@@ -34,7 +34,7 @@ def test_only_enabled_is_required_and_defaults_are_conservative() -> None:
         ({"enabled": True, "planning": {"max_freeze_ratio": float("nan")}}, ["max_freeze_ratio = nan"]),
         ({"enabled": True, "warmup_steps": 2.5}, ["warmup_steps = 2.5", "integer"]),
         ({"enabled": True, "selection": "stric"}, ["selection = 'stric'", "'strict', 'prefer' or 'spread'"]),
-        ({"enabled": True, "policy": {"type": "rllib"}}, ["policy.type = 'rllib'", "'fixed'"]),
+        ({"enabled": True, "policy": {"type": "rlib"}}, ["policy.type = 'rlib'", "'fixed', 'random', 'pretrained' or 'rllib'"]),
         ({"enabled": True, "zzz": 1}, ["rlfreeze.zzz", "allowed here", "warmup_steps"]),
         (True, ["rlfreeze = True", "must be an object"]),
     ],

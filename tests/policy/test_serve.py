@@ -34,7 +34,9 @@ class _Process:
         folder.mkdir(exist_ok=True)
         self.ready, self.log, self.token_file = folder / "ready", folder / "log", folder / "token"
         self.ready.unlink(missing_ok=True)
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(folder), "TMPDIR": "/tmp"}
+        # Without what a Ray in this process left there.
+        plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        environment = {**plain, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(folder), "TMPDIR": "/tmp"}
         with self.log.open("w") as log:
             self.child = subprocess.Popen(
                 [
