@@ -116,7 +116,9 @@ class FreezeController:
         first = self.shapes[0]
         if not first.names or first.has_others:
             return False
-        if self.phase != "profile" and (not self._usable(num_micro_batches) or 0.0 in self.decision.ratios[0]):
+        if self.phase != "profile" and not self._usable(num_micro_batches):
+            return False
+        if self.phase != "profile" and self.config.mask_scope == "micro_batch" and 0.0 in self.decision.ratios[0]:
             return False  # seen without making the masks
         return all(len(mask) == len(first.names) for mask in self._masks(first, num_micro_batches))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlfreeze_ds.config import FreezeConfig
-from rlfreeze_ds.errors import TargetError
+from rlfreeze_ds.errors import SolverError, TargetError
 from rlfreeze_ds.freezing.masks import Mask, step_masks
 from rlfreeze_ds.freezing.shape import StageShape
 from rlfreeze_ds.planning.cost_model import Costs, Duration
@@ -151,7 +151,10 @@ def decide(
         lost = decision.predicted_makespan_s * (1 + max(0.0, beyond)) / plan.planned_makespan_s - 1
         left = max(slack - lost, slack / 2)
         if slack - left > _SAME_SLACK:
-            plan, decision = _solved(step, config, dag, stages, transfer_s, left)
+            try:
+                plan, decision = _solved(step, config, dag, stages, transfer_s, left)
+            except SolverError as error:
+                _log.warning("the plan for all of the slack is taken: %s", error)
     if decision.predicted_makespan_s <= (1 - WORTHWHILE_GAIN) * decision.unfrozen_makespan_s:
         return decision
     nothing = [[0.0] * plan.num_micro_batches for _ in stages]

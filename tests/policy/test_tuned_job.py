@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from rlfreeze_ds import controller
+from rlfreeze_ds.policy.policies import RandomPolicy
 from tests import jobs
 from tests.harness import run_ranks
 from tests.test_engine import QUICK, build, slow_weight_gradients
@@ -34,6 +37,32 @@ def job(folder: str, steps: int, resume: str | None = None, save_at: int | None 
         controller = engine.freeze_controller
         thresholds.append(controller.tuner.thresholds if controller.tuner is not None else None)
     return {"thresholds": thresholds, "decision": engine.freeze_controller.decision, "masks": engine._step_masks.masks}
+
+
+class Constant(RandomPolicy):
+    """The same action for ever."""
+
+    def __init__(self, action: float) -> None:
+        super().__init__(0)
+        self.action = action
+
+    def take(self) -> np.ndarray:
+        return np.full(2, self.action)
+
+
+def constant_job(action: float) -> list[int]:
+    controller.make_policy = lambda config, seed: Constant(action)
+    policy = {"type": "random", "interval": 2}
+    engine = build(2, jobs.ds_config(8, rlfreeze=QUICK | {"policy": policy, "selection": "strict"}))
+    for step in range(50):
+        engine.train_batch(jobs.batches(step, 8))
+    engine.destroy()
+    return [sum(row) for row in engine.freeze_controller.decision.eligible]
+
+
+def test_what_may_freeze_is_what_the_thresholds_say() -> None:
+    assert run_ranks(constant_job, 2, -1.0)[1] == [0, 0]
+    assert min(run_ranks(constant_job, 2, 1.0)[1]) > 0
 
 
 def pretrained_job() -> list[Any]:
