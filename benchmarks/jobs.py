@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -35,6 +37,14 @@ def pipeline(num_layers: int, width: int, num_stages: int) -> Any:
     return PipelineModule(
         layers, num_stages=num_stages, loss_fn=nn.functional.mse_loss, partition_method="uniform", seed_layers=True
     )
+
+
+def train_gpt() -> ModuleType:
+    """The main job's script, as a module."""
+    spec = importlib.util.spec_from_file_location("train_gpt", Path(__file__).parents[1] / "scripts" / "train_gpt.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def spawn(rank_main: Callable[..., None], world_size: int, *args: Any) -> None:

@@ -11,15 +11,13 @@ speed-up beyond 1 per unit of mean freeze ratio, and predicted over measured sec
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import random
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jobs import spawn, write_record
+from jobs import spawn, train_gpt, write_record
 from tqdm import tqdm
 
 NUM_STAGES = 2
@@ -33,10 +31,7 @@ def model(options: argparse.Namespace) -> Any:
     """Embedding and a third of the blocks on the first stage, the others and the head on the second."""
     from deepspeed.pipe import LayerSpec, PipelineModule
 
-    path = Path(__file__).parents[1] / "scripts" / "train_gpt.py"
-    spec = importlib.util.spec_from_file_location("train_gpt", path)
-    gpt = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(gpt)
+    gpt = train_gpt()
     blocks = [
         LayerSpec(gpt.Block, options.width, 4, options.seq_len, options.layers, seed) for seed in range(1, options.layers + 1)
     ]

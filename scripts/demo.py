@@ -5,7 +5,8 @@ What it does: runs scripts/train_gpt.py twice per seed through the ``deepspeed``
 one's training time, to see when it reaches the first one's final validation loss.
 
 How to run: bash scripts/demo.sh, or ``python scripts/demo.py`` in an environment that has the package;
-``--quick`` is a tiny model for a few steps, which shows that everything works but measures nothing.
+``--quick`` is a tiny model for a few steps, which shows that everything works but measures nothing;
+``--config ds_configs/gpt_policy.json`` lets a policy server move the thresholds (needs the ``server`` extra).
 
 What to expect: about ten minutes on two CPU cores with a progress line, then a table; the same figures are in
 ``runs/demo/summary.json``, the logs and metrics of each run beside it.
@@ -103,6 +104,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1234], help="one pair of runs each; figures are means")
     parser.add_argument("--stages", type=int, default=2, help="pipeline stages, one process each")
     parser.add_argument("--data", type=Path, default=None, help="folder of text files; default: Python's own library")
+    parser.add_argument("--config", type=Path, default=RLFREEZE_CONFIG, help="DeepSpeed JSON of our run (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=ROOT / "runs/demo", help="where logs and results go")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that the ranks are ended too
@@ -114,7 +116,7 @@ def main() -> int:
     (output / "summary.json").unlink(missing_ok=True)  # no old result beside a run that failed
     environment = child_environment(arguments.stages)
     started = time.monotonic()
-    pairs = []
+    pairs, windows = [], []
     try:
         for seed in arguments.seeds:
             flags = [
@@ -130,7 +132,7 @@ def main() -> int:
             ours = run_job(
                 "rlfreeze",
                 ["--module", "rlfreeze_ds.launch"],
-                RLFREEZE_CONFIG,
+                arguments.config.resolve(),
                 # Steps without limit: the clock ends this run, or stock's loss, but neither before the same steps.
                 [
                     *flags, f"--steps={4 * steps}", f"--min-steps={steps}",
@@ -142,6 +144,7 @@ def main() -> int:
                 steps,
             )
             pairs.append(compare(stock, ours, steps))
+            windows.append([event for event in ours.engine_events if event["event"] in ("policy", "guard")])
     except JobFailed as failure:
         print(f"\ndemo: {failure}", file=sys.stderr)
         return 1
@@ -153,6 +156,8 @@ def main() -> int:
     summary |= {"steps": steps, "seeds": arguments.seeds, "quick": arguments.quick, "versions": versions()}
     if len(pairs) > 1:
         summary["per_seed"] = pairs
+    if any(windows):
+        summary["policy"] = windows
     write_atomically(output / "summary.json", summary)
     print_table(summary)
     print(f"demo: {time.monotonic() - started:.0f} s in all; figures in {output / 'summary.json'}")
@@ -199,7 +204,7 @@ def run_job(
     port = free_port()
     command = [
         launcher, "--num_gpus", environment["NUM_RANKS"], "--master_port", str(port), *launcher_flags,
-        "scripts/train_gpt.py", "--deepspeed", "--deepspeed_config", str(config.relative_to(ROOT)),
+        "scripts/train_gpt.py", "--deepspeed", "--deepspeed_config", os.path.relpath(config, ROOT),
         f"--output={folder}", *script_flags,
     ]  # fmt: skip
     log_path, metrics_path = folder / "log.txt", folder / "metrics.jsonl"

@@ -73,3 +73,22 @@ def test_uneven_stages_smoke(tmp_path: Path) -> None:
     small = ("--width", "16", "--seq-len", "16", "--rows", "1", "--plan-steps", "20")
     figures = run_small(tmp_path, "uneven_stages.py", *small)
     assert figures["predicted_s"] > 0 and len(figures["stage_freeze_ratio"]) == 2
+
+
+def test_threshold_policies_smoke(tmp_path: Path) -> None:
+    small = ("--width", "16", "--layers", "2", "--seq-len", "16", "--rows", "1", "--micro-batches", "2", "--interval", "5")
+    few = ("--policies", "never", "fixed_2_1", "pretrained")
+    figures = run_small(tmp_path, "threshold_policies.py", "--steps", "40", *small, *few, steps=False)
+    policies = figures["policies"]
+    assert figures["oracle"] in ("never", "fixed_2_1") and policies["stock"]["loss_per_second_gain"] == 1.0
+    assert policies["pretrained"]["windows"] == len(policies["pretrained"]["thresholds"]) > 2
+    # All train on the same batches from the same weights, and nothing is frozen before the plan.
+    assert len({losses[0] for losses in figures["val_loss"].values()}) == 1
+
+
+def test_simulator_calibration_smoke(tmp_path: Path) -> None:
+    small = ("--width", "16", "--layers", "2", "--seq-len", "16", "--jobs", "4")
+    figures = run_small(tmp_path, "simulator_calibration.py", "--steps", "40", *small, steps=False)
+    row = figures["table"]["never"]["1.0"]["gradient_50%"]
+    assert row["5%"] <= row["50%"] <= row["95%"] and row["real"] == figures["curves"]["never"]["gradient"][-1][1]
+    assert 0 <= figures["inside"] <= figures["compared"] <= 2 * 5 * 11

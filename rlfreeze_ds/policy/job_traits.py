@@ -29,6 +29,7 @@ class JobTraits:
     """All that a job's seed decides. Arrays are [num_units], over all stages.
 
     Attributes:
+        from_scratch: whether the job trains from scratch; else it fine-tunes.
         stages: stage of each unit, whole numbers.
         num_elements: of each unit.
         time_shares: each unit's share of its stage's weight-gradient time.
@@ -50,6 +51,7 @@ class JobTraits:
 
     seed: int
     pipeline: SimulatedPipeline
+    from_scratch: bool
     stages: np.ndarray
     num_elements: np.ndarray
     time_shares: np.ndarray
@@ -106,6 +108,7 @@ def draw_job(seed: int, num_windows: int) -> JobTraits:
     return JobTraits(
         seed=seed,
         pipeline=pipeline,
+        from_scratch=scratch,
         stages=stages,
         num_elements=num_elements,
         time_shares=times / np.bincount(stages, times)[stages],
