@@ -252,6 +252,7 @@ def main() -> None:
     else:
         record = json.loads(options.curves.read_text())
         figures = {key: record[key] for key in ("num_micro_batches", "curves")}
+    del options.curves
     figures = {**compare(figures["curves"], figures["num_micro_batches"], options.jobs), **figures}
     write_record("simulated jobs look like a real one", "benchmarks/simulator_calibration.py", options, figures)
 

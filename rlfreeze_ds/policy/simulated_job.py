@@ -1,16 +1,18 @@
 """A training job on paper: what freezing does to its seconds and to its loss, a window of steps at a time. No torch, no ray.
 
-Every freeze unit u has remaining progress x, 1 at the start. With all units live a step takes the share ``rate * lr`` of it off;
-with fewer micro-batches live, ``kept`` times that (:mod:`rlfreeze_ds.planning.progress`), so that
+Every freeze unit u has remaining progress x, 1 at the start. With all units live a step takes the share ``rate * speed`` of it
+off, where speed is the learning rate's, and larger in a job's first steps, as losses on trained models fall; with fewer
+micro-batches live, ``kept`` times that (:mod:`rlfreeze_ds.planning.progress`), so that
 
     loss = floor + sum_u weight_u x_u + spike + noise
-    x after n steps = x exp(-rate kept (lr_1 + ... + lr_n))
+    x after n steps = x exp(-rate kept (speed_1 + ... + speed_n))
 
 As units move, the optimum of the others moves too: each gets ``coupling`` times the mean progress back. A shock puts some units
-back and lets the loss spike. The gradient follows the progress: to first order a normalising optimizer takes
-lr sqrt(num_elements) |g| off the loss, so |E g| = weight rate x / sqrt(num_elements). Its noise falls more slowly, sigma^2 ~ x:
-the noise scale B grows as 1 / x, by about an order of magnitude over a run, as McCandlish et al. (2018) saw it grow. What the
-criterion sees is the norm of a mean over m live micro-batches, |E g|^2 + sigma^2 / m in the mean.
+back and lets the loss spike. The gradient follows the progress, up to an exponent: to first order a normalising optimizer takes
+lr sqrt(num_elements) |g| off the loss, so |E g| ~ weight rate x^e / sqrt(num_elements), and sigma^2 ~ x^e. With e = 1 the noise
+scale B ~ x^-e grows by about an order of magnitude over a run, as McCandlish et al. (2018) saw it grow; with e = 0 norms stay
+level while the loss falls, as they do on the main job after its first tenth, in which they fall fast. What the criterion sees is
+the norm of a mean over m live micro-batches, |E g|^2 + sigma^2 / m in the mean.
 """
 
 from __future__ import annotations
@@ -158,7 +160,7 @@ class SimulatedJob:
     @property
     def noise_scale(self) -> np.ndarray:
         """B of every unit in micro-batches, [num_units]."""
-        return self.traits.noise_scales / self.progress_left
+        return self.traits.noise_scales / self.progress_left**self.traits.gradient_exponent
 
     @cached_property
     def _rate(self) -> np.ndarray:
@@ -170,10 +172,15 @@ class SimulatedJob:
         steps = self.window * WINDOW_STEPS + np.arange(WINDOW_STEPS)
         return np.clip(steps / (self.num_windows * WINDOW_STEPS), 0.0, 1.0)
 
+    def _early(self) -> np.ndarray:
+        """How much is left of what only a run's start has, before each step of the present window, [steps]."""
+        return np.exp(-self._progress() / self.traits.early_share)
+
     def _learn(self, kept: np.ndarray) -> tuple[np.ndarray, float]:
         """x at every step of the window, [steps, num_units], and by how much the loss would fall with nothing frozen."""
         traits = self.traits
-        done = np.cumsum(traits.learning_rate(self._progress()))
+        progress, early = self._progress(), self._early()
+        done = np.cumsum(traits.learning_rate(progress) * (1 + traits.early_speed * early))
         path = self.progress_left * np.exp(-np.outer(done, self._rate * kept))
         unfrozen = self.progress_left * (1 - np.exp(-done[-1] * self._rate))
         total = traits.weights.sum()
@@ -197,14 +204,15 @@ class SimulatedJob:
     def _norms(self, path: np.ndarray, live: np.ndarray) -> np.ndarray:
         """Of the gradient at every step, [steps, num_units]: the squared norm of a mean over m micro-batches of a vector with
         noise in ``dimensions`` directions, its mean and its variance exact, its shape a normal's."""
-        traits = self.traits
-        signal = (traits.weights * traits.rates * path) ** 2 / traits.num_elements
-        at_start = (traits.weights * traits.rates) ** 2 / traits.num_elements
-        noise = traits.noise_scales * at_start * path / (np.maximum(live, _UNSEEN) * traits.pipeline.num_micro_batches)
+        traits, early = self.traits, self._early()[:, None]
+        level = path**traits.gradient_exponent
+        at_start = (traits.weights * traits.rates) ** 2 / traits.num_elements * (1 + traits.early_gradient * early) ** 2
+        signal = at_start * level**2
+        noise = traits.noise_scales * at_start * level / (np.maximum(live, _UNSEEN) * traits.pipeline.num_micro_batches)
         inner, own, batch = self._rng.standard_normal((3, *path.shape))
         spread = 2 * np.sqrt(signal * noise / traits.dimensions) * inner + noise * np.sqrt(2 / traits.dimensions) * own
-        jumpy = traits.jumpiness * (1 + traits.early_jumpiness * np.exp(-self._progress() / 0.1))
-        return np.sqrt(np.maximum(signal + noise + spread, 0.01 * (signal + noise))) * np.exp(jumpy[:, None] * batch)
+        jumpy = traits.jumpiness * (1 + traits.early_jumpiness * early)
+        return np.sqrt(np.maximum(signal + noise + spread, 0.01 * (signal + noise))) * np.exp(jumpy * batch)
 
     # -- what a job sees ------------------------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ def one_unit_a_stage(**changes: object) -> JobTraits:
     traits = JobTraits(
         seed=0,
         pipeline=pipeline(),
+        from_scratch=True,
         stages=np.array([0, 1]),
         num_elements=np.array([4.0, 9.0]),
         time_shares=np.ones(2),
@@ -94,13 +95,24 @@ def test_learning_rate_and_coupling() -> None:
     assert (coupled.progress_left > alone.progress_left).all()
 
 
-def test_gradient_norms_have_the_mean_and_variance_of_their_formula() -> None:
-    job = SimulatedJob(one_unit_a_stage(), 10)
+def test_what_is_faster_at_the_start_fades() -> None:
+    job, _ = after(one_unit_a_stage(early_speed=4.0, early_share=0.2), NOTHING, 100)
+    # Both windows of warm-up at the full early speed, then its integral over the run.
+    fast = 1 + WARM_UP_WINDOWS / 100 + 4 * (WARM_UP_WINDOWS / 100 + 0.2 * (1 - math.exp(-1 / 0.2)))
+    assert job.progress_left == pytest.approx(np.exp(-np.array([2.0, 0.5]) * fast), rel=0.01)
+
+
+@pytest.mark.parametrize(("exponent", "early"), [(1.0, 0.0), (0.0, 0.0), (0.5, 3.0)])
+def test_gradient_norms_have_the_mean_and_variance_of_their_formula(exponent: float, early: float) -> None:
+    job = SimulatedJob(one_unit_a_stage(gradient_exponent=exponent, early_gradient=early, early_share=0.2), 10)
     path, live = np.full((40_000, 2), 0.5), np.array([0.25, 1.0])
-    job._progress = lambda: np.zeros(len(path))
+    job._progress = lambda: np.full(len(path), 0.1)
     squared = job._norms(path, live) ** 2
     at_start = (np.array([0.3, 0.2]) * np.array([2.0, 0.5])) ** 2 / np.array([4.0, 9.0])
-    signal, noise = at_start * 0.25, np.array([3.0, 12.0]) * at_start * 0.5 / (live * 4)
+    at_start *= (1 + early * math.exp(-0.5)) ** 2
+    signal, noise = at_start * 0.25**exponent, np.array([3.0, 12.0]) * at_start * 0.5**exponent / (live * 4)
+    job.progress_left = path[0]
+    assert job.noise_scale == pytest.approx(noise * live * 4 / signal)
     assert squared.mean(axis=0) == pytest.approx(signal + noise, rel=0.02)
     variance = 4 * signal * noise / 30 + 2 * noise**2 / 30
     assert squared.var(axis=0) == pytest.approx(variance, rel=0.05)
