@@ -53,6 +53,8 @@ PPO_SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 START_LOG_STD = -0.7
 """Of the actions at the start, about half a step; their means start near 0, so that the first policy holds the thresholds."""
+START_RANGE = (0.02, 4.0)
+"""Of both thresholds at the start of a run to learn from."""
 AVERAGED_SHARE = 0.25
 """The policy is the mean of its weights over this last share of the training time."""
 NUM_RESAMPLES = 10_000
@@ -61,14 +63,17 @@ LINE_S = 15.0
 
 
 class AgainstDefault(FreezeThresholdEnv):
-    """Rewards are less those of the same job, with the same luck, under the default thresholds."""
+    """Rewards are less those of the same job, with the same luck, under the default thresholds. Runs begin with thresholds from
+    anywhere: from the default ones, which let nearly all units freeze, chance alone would seldom come to where they matter."""
 
     def __init__(self, _: Any = None) -> None:
         super().__init__(TRAINING_JOBS)
         self._other = FreezeThresholdEnv(TRAINING_JOBS)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
-        observation, info = super().reset(seed=seed, options=options)
+        super().reset(seed=seed)  # seeds the draws that follow
+        gradient, variation = np.exp(self.np_random.uniform(np.log(START_RANGE[0]), np.log(START_RANGE[1]), 2)).tolist()
+        observation, info = super().reset(options={"thresholds": Thresholds(gradient, variation)})
         self._other.reset(options={"job": info["job"]})
         return observation, info
 
