@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exit-with-parent", action="store_true", help="end when standard input does, or the parent")
     parser.add_argument("--checkpoint-dir", type=Path, metavar="DIR", help="keep the policy there (default: nowhere)")
     parser.add_argument("--restore", action="store_true", help="go on from the newest policy in --checkpoint-dir")
-    parser.add_argument("--algorithm", default="PPO", help="of RLlib: PPO (default) or SAC")
+    parser.add_argument("--algorithm", default="PPO", help="of RLlib: PPO (default), SAC or APPO")
     parser.add_argument(
         "--train-batch", type=int, default=256, metavar="N", help="transitions of an update (default: %(default)s)"
     )

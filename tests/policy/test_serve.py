@@ -218,7 +218,7 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (["--restore"], "--restore needs --checkpoint-dir"),
         (["--port", "70000"], "must be between 0 and 65535"),
         (["--host", "203.0.113.7"], "cannot listen on --host 203.0.113.7"),
-        (["--algorithm", "DQN"], "must be one of PPO, SAC"),
+        (["--algorithm", "DQN"], "must be one of PPO, SAC, APPO"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_starts(
