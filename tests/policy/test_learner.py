@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("ray.rllib", reason="needs the server extra: ray[rllib]")
 
+import tree  # noqa: E402
 from ray._private.authentication_test_utils import reset_auth_token_state  # noqa: E402
 
 from rlfreeze_ds.errors import RLFreezeError  # noqa: E402
@@ -197,18 +198,32 @@ def test_it_learns_what_jobs_are_rewarded_for(algorithm: str, rise: float) -> No
     assert learned >= min(first + rise, 1.0), f"{first} became {learned} in {learner.updates} updates"
 
 
-def test_updates_may_be_computed_in_another_process(tmp_path: Path) -> None:
-    learner = Learner(LearnerSettings(train_batch=32, seed=3, num_learners=1), CheckpointFolder(tmp_path))
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_updates_may_be_computed_in_another_process_and_go_on_without_it(algorithm: str, tmp_path: Path) -> None:
+    learner = Learner(LearnerSettings(algorithm, train_batch=32, seed=3, num_learners=1), CheckpointFolder(tmp_path))
+    before = _actions(learner)
     jobs = _Jobs(learner)
     jobs.until(updates=1)
     jobs.end()
     after = _actions(learner)
+    assert not np.array_equal(before, after)
+    optimizers = _optimizers(learner)
     learner.close()
-    alone = Learner(SETTINGS, CheckpointFolder(tmp_path))  # with a CPU less
+    alone = Learner(LearnerSettings(algorithm, train_batch=32, seed=4), CheckpointFolder(tmp_path))  # with a CPU less
     alone.restore()
-    assert np.array_equal(_actions(alone), after)
-    alone.stop()
+    assert np.array_equal(_actions(alone), after) and alone.updates == learner.updates
+    assert len(optimizers) > 10 and _optimizers(alone) == optimizers
+    jobs = _Jobs(alone)
+    jobs.until(updates=alone.updates + 1)
+    jobs.end()
+    assert not np.array_equal(_actions(alone), after)
     alone.close()
+
+
+def _optimizers(learner: Learner) -> list[bytes]:
+    """Their moments and settings, bit for bit."""
+    state = learner._algorithm.learner_group.get_state()["learner"]["optimizer"]
+    return [np.asarray(one).tobytes() for one in tree.flatten(state) if one is not None]
 
 
 def test_wrong_settings_are_refused() -> None:
