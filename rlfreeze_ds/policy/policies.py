@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -54,7 +55,11 @@ def make_policy(config: PolicyConfig, seed: int) -> Policy:
     if config.server != "auto":
         token = read_token(config.token_file)
         return ServedPolicy(PolicyClient(config.server, token, run_id, deadline_s=config.deadline_s), None)
-    keep = ["--checkpoint-dir", config.checkpoint_dir, "--restore"] if config.checkpoint_dir else []
+    keep = []
+    if config.checkpoint_dir:
+        with suppress(OSError):  # which the server explains
+            Path(config.checkpoint_dir).mkdir(mode=0o700, parents=True, exist_ok=True)  # --restore wants one, be it empty
+        keep = ["--checkpoint-dir", config.checkpoint_dir, "--restore"]
     server = AutoServer([*keep, "--train-batch", str(config.train_batch), "--seed", str(seed)])
     try:
         server.start()
