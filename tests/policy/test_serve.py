@@ -238,16 +238,19 @@ def test_a_token_file_must_be_private_and_hold_a_token(tmp_path: Path, capsys: p
     token.write_text("not-secret-enough-for-us")
     token.chmod(0o644)
     assert main(["serve", "--token-file", str(token)]) == 2
-    assert "others may read it" in capsys.readouterr().err
+    assert f"--token-file '{token}': has rights 0644, so others can reach it" in capsys.readouterr().err
     token.chmod(0o600)
     for text in ("short", "two words of which none counts", "x" * 600):
         token.write_text(text)
         assert main(["serve", "--token-file", str(token)]) == 2
         words = capsys.readouterr().err
-        assert "printable ASCII" in words and text not in words
+        assert "a token is one" in words and text not in words
     os.unlink(token)
     os.mkfifo(token, 0o600)
     assert main(["serve", "--token-file", str(token)]) == 2
+    assert "is not a regular file" in capsys.readouterr().err
+    assert main(["serve", "--token-file", str(tmp_path / "absent" / "token")]) == 2
+    assert "No such file or directory" in capsys.readouterr().err
 
 
 def test_asking_for_help_imports_no_ray() -> None:
