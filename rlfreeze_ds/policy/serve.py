@@ -65,7 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-learners", type=int, default=0, metavar="N", help="processes that compute updates (default: the server's own)"
     )
-    parser.add_argument("--ray-address", metavar="ADDRESS", help="an existing Ray cluster, its RAY_AUTH_... variables set (default: a local Ray)")
+    parser.add_argument(
+        "--ray-address", metavar="ADDRESS", help="an existing Ray cluster, its RAY_AUTH_... variables set (default: a local Ray)"
+    )
 
 
 def serve(arguments: argparse.Namespace) -> int:

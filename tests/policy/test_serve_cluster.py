@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +75,20 @@ def cluster() -> Iterator[_Cluster]:
     shutil.rmtree(folder)
 
 
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Process]]:
+    """Starts a server; whatever becomes of the test, it does not outlive it."""
+    started: list[Process] = []
+
+    def start(*options: str, variables: Mapping[str, str] | None = None) -> Process:
+        started.append(Process(tmp_path, *options, variables=variables))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.child.kill()
+
+
 def _job(server: Process, num_windows: int, run_id: str = "job") -> None:
     session = f"/v1/sessions/{server.ask('/v1/sessions', {'run_id': run_id})['session_id']}"
     for window in range(num_windows):
@@ -83,8 +97,8 @@ def _job(server: Process, num_windows: int, run_id: str = "job") -> None:
         assert np.isfinite(answer["action"]).all() and len(answer["action"]) == NUM_ACTIONS
 
 
-def test_simulated_jobs_teach_it_beside_live_ones(tmp_path: Path) -> None:
-    server = Process(tmp_path, "--num-env-runners", "1", "--train-batch", "32", "--seed", "1")
+def test_simulated_jobs_teach_it_beside_live_ones(serve: Callable[..., Process]) -> None:
+    server = serve("--num-env-runners", "1", "--train-batch", "32", "--seed", "1")
     assert listening({pid for pid, _ in server.tree}) <= LOOPBACK
     until(lambda: server.metric("rlfreeze_updates_total") >= 2, 60)  # no job has come yet
     assert server.metric("rlfreeze_transitions_learned_total") >= 64 and server.metric("rlfreeze_transitions_total") == 0
@@ -96,11 +110,13 @@ def test_simulated_jobs_teach_it_beside_live_ones(tmp_path: Path) -> None:
     assert server.ends(lambda: server.child.send_signal(signal.SIGTERM)) == 0
 
 
-def test_a_server_joins_a_cluster_and_leaves_it_as_it_was(cluster: _Cluster, tmp_path: Path) -> None:
+def test_a_server_joins_a_cluster_and_leaves_it_as_it_was(
+    cluster: _Cluster, serve: Callable[..., Process], tmp_path: Path
+) -> None:
     before = cluster.members()
     assert len(before) >= 2 and listening({pid for pid, _ in before}) <= LOOPBACK
     joined = ["--ray-address", cluster.address, "--train-batch", "16", "--checkpoint-dir", str(tmp_path / "kept")]
-    server = Process(tmp_path, *joined, "--num-learners", "1", variables=cluster.variables)
+    server = serve(*joined, "--num-learners", "1", variables=cluster.variables)
     assert not any(b"raylet" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid, _ in server.tree), "a Ray of its own"
     assert listening({pid for pid, _ in server.tree}) <= LOOPBACK
     _job(server, 20)
@@ -110,9 +126,9 @@ def test_a_server_joins_a_cluster_and_leaves_it_as_it_was(cluster: _Cluster, tmp
 
     # The cluster still answers, and is too small for this one.
     with pytest.raises(AssertionError, match=f"has {NUM_CPUS} CPUs and the server asks for 3.*restores with fewer as well"):
-        Process(tmp_path, *joined, "--num-learners", "2", "--restore", variables=cluster.variables)
+        serve(*joined, "--num-learners", "2", "--restore", variables=cluster.variables)
 
-    alone = Process(tmp_path, "--checkpoint-dir", str(tmp_path / "kept"), "--restore", "--train-batch", "16")
+    alone = serve("--checkpoint-dir", str(tmp_path / "kept"), "--restore", "--train-batch", "16")
     assert alone.metric("rlfreeze_updates_total") >= 1
     _job(alone, 20)
     until(lambda: alone.metric("rlfreeze_updates_total") >= 2, 60)
