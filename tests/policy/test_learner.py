@@ -189,13 +189,13 @@ def test_it_learns_what_jobs_are_rewarded_for(algorithm: str, rise: float) -> No
     def mean() -> float:
         return float(learner.act(observation, explore=False).actions_for_env[0])
 
-    first, jobs, end = mean(), _Jobs(learner), time.monotonic() + 60
-    while mean() < min(first + rise, 1.0) and time.monotonic() < end:
+    first = mean()
+    goal, jobs, end = min(first + rise, 1.0), _Jobs(learner), time.monotonic() + 60
+    while (learned := mean()) < goal and time.monotonic() < end:
         jobs.round()
     jobs.end()
-    learned = mean()
     learner.close()
-    assert learned >= min(first + rise, 1.0), f"{first} became {learned} in {learner.updates} updates"
+    assert learned >= goal, f"{first} became {learned} in {learner.updates} updates"
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
