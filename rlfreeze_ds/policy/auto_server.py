@@ -7,6 +7,7 @@ piece, to the file after ``--ready-file``; with ``--exit-with-parent`` it ends w
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import select
@@ -25,6 +26,7 @@ from typing import IO
 
 from rlfreeze_ds.child_environment import child_environment
 from rlfreeze_ds.errors import RLFreezeError
+from rlfreeze_ds.log import logger
 from rlfreeze_ds.planning.atomic_write import write_text
 
 START_S = 180.0
@@ -32,6 +34,9 @@ START_S = 180.0
 
 CLOSE_S = 5.0
 """Seconds that a server may take to save what it learned when the job ends; then it is killed."""
+
+RESTART_DELAYS_S = (1.0, 10.0, 60.0)
+"""Until a server that had listened and is gone is started again, the first time and each one after; there are no more."""
 
 PARENT_CHECK_S = 1.0
 """Between two looks at whether the parent is still there."""
@@ -104,6 +109,10 @@ class AutoServer:
         self._end: weakref.finalize | None = None
         self._deadline = 0.0
         self._url: str | None = None
+        self._lock = threading.Lock()  # between a start in the background and the end of the job
+        self._has_listened = False
+        self._num_restarts = 0
+        self._restart_at: float | None = None
 
     def __repr__(self) -> str:
         return f"AutoServer(pid={self.pid}, url={self._url!r})"
@@ -156,6 +165,9 @@ class AutoServer:
     def url(self) -> str | None:
         """Where the server listens; None while it does not yet. From any one thread.
 
+        One that had listened and has ended is started again, see :data:`RESTART_DELAYS_S`, with the same arguments: with
+        ``--checkpoint-dir`` and ``--restore`` it goes on from what was kept.
+
         Raises:
             RLFreezeError: it has ended, or took too long; with its last words.
         """
@@ -164,23 +176,58 @@ class AutoServer:
             raise RLFreezeError("the server has not been started, or has been closed")
         if (code := _exit_code(process)) is not None:
             ended = f"the server was killed by signal {-code}" if code < 0 else f"the server ended with code {code}"
-            raise RLFreezeError(ended + self._last_words())
+            if not self._restart(process, ended):
+                raise RLFreezeError(ended + self._last_words())
         if self._url is None:
             port = self._port()
             if port is not None:
-                self._url = f"http://127.0.0.1:{port}"
+                self._url, self._has_listened = f"http://127.0.0.1:{port}", True
             elif time.monotonic() > self._deadline:
                 raise RLFreezeError(f"the server does not listen after {self._start_s:g} s{self._last_words()}")
         return self._url
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Tell the server to save and end; kill it after ``timeout_s``. Nothing of it is left."""
-        process, end = self._process, self._end
-        self._process = self._end = None
-        self._url = None
+        with self._lock:
+            process, end = self._process, self._end
+            self._process = self._end = None
+            self._url = None
         if process is None or end is None or not end.detach():
             return
         _end(process, str(self._folder), self._words, os.getpid(), timeout_s)
+
+    def _restart(self, ended: subprocess.Popen[bytes], why: str) -> bool:
+        """Whether there is another process now in the place of one that has ended; False before its time, and after the last.
+
+        One that never listened would most likely fail again in the same way, so only a server that worked is started again.
+        """
+        if not self._has_listened:
+            return False
+        if self._restart_at is None:
+            if self._num_restarts == len(RESTART_DELAYS_S):
+                self._restart_at = math.inf
+                text = "policy: %s, after it was started again %d times, the last; the thresholds stay"
+                logger.warning(text, why, self._num_restarts)
+            else:
+                self._restart_at = time.monotonic() + RESTART_DELAYS_S[self._num_restarts]
+        if time.monotonic() < self._restart_at:
+            return False
+        with self._lock:
+            if self._process is not ended:
+                return False  # closed meanwhile
+            self._num_restarts, self._restart_at = self._num_restarts + 1, None
+            logger.warning("policy: %s and is started again, %d of %d times", why, self._num_restarts, len(RESTART_DELAYS_S))
+            before = self._end, str(self._folder), self._words
+            self._process = None
+            try:
+                self.start()
+            except RLFreezeError:
+                self._process = ended  # for the next try
+                raise
+        end, folder, words = before
+        if end.detach():
+            _end(ended, folder, words, os.getpid(), 0.0)
+        return True
 
     def _port(self) -> int | None:
         try:

@@ -281,11 +281,12 @@ class PolicyClient:
             return
         try:
             url = self._url()
-            if url is not None and (self._calls is None or url != self._address):
-                if self._calls is not None:
-                    self._calls.close()
-                self._address, self._session = url, None
-                self._calls = self._calls_to(url)
+            if self._calls is not None and url != self._address:
+                # A server that is started anew: somebody else may listen where it did.
+                self._calls.close()
+                self._calls = self._session = None
+            if self._calls is None and url is not None:
+                self._address, self._calls = url, self._calls_to(url)
         except RLFreezeError as error:
             raise LostError(str(error)) from None
 

@@ -23,19 +23,23 @@ class TooLargeError(Exception):
     """An answer of more than :data:`LARGEST_BODY` bytes; the rest of it was not read."""
 
 
-def read_token(path: str | os.PathLike[str]) -> str:
+def read_token(path: str | os.PathLike[str], option: str = "rlfreeze.policy.token_file =") -> str:
     """The bearer token in a file that nobody but its owner can read.
+
+    Args:
+        path: of the file.
+        option: that named it, for errors.
 
     Raises:
         ConfigError: it cannot be read, others can read it, or it holds no token; never quotes what is in it.
     """
-    where = f"rlfreeze.policy.token_file = {os.fspath(path)!r}"
+    where = f"{option} {os.fspath(path)!r}"
     try:
         # Without O_NONBLOCK a named pipe would hold the job up for ever.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"{where}: cannot be read: {reason}. Name the file that the policy server was given.") from None
+        raise ConfigError(f"{where}: cannot be read: {reason}. Name the file with the policy server's token.") from None
     try:
         found = os.fstat(descriptor)  # of what was opened: the name may mean another file by now
         if not stat.S_ISREG(found.st_mode):

@@ -17,6 +17,7 @@ import numpy as np
 import ray
 import torch
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+from ray.rllib.algorithms.appo import APPOConfig
 from ray.rllib.algorithms.ppo import PPO, PPOConfig
 from ray.rllib.algorithms.sac import SAC, SACConfig
 from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
@@ -25,6 +26,7 @@ from ray.rllib.env.single_agent_env_runner import SingleAgentEnvRunner
 
 from rlfreeze_ds.errors import RLFreezeError
 from rlfreeze_ds.log import logger
+from rlfreeze_ds.policy.appo import InStepAPPO, InStepLearner
 from rlfreeze_ds.policy.checkpoint_folder import CheckpointFolder
 from rlfreeze_ds.policy.fragment import Decision
 from rlfreeze_ds.policy.job_runner import ACTION_SPACE, OBSERVATION_SPACE, Drain, JobRunner
@@ -38,6 +40,9 @@ HIDDEN = (64, 64)
 
 SAC_TRANSITIONS_A_STEP = 8
 """New transitions for each gradient step of SAC, which replays old ones too."""
+
+APPO_PASSES = 20
+"""Over the whole batch of an update; RLlib advises so many for continuous actions."""
 
 WAIT_S = 0.5
 """The longest that a training step waits for transitions before it returns without an update."""
@@ -121,19 +126,30 @@ class JobSAC(_FromJobs, SAC):
     """SAC that learns from live jobs."""
 
 
-def _config(settings: LearnerSettings) -> AlgorithmConfig:
+class JobAPPO(_FromJobs, InStepAPPO):
+    """APPO that learns from live jobs."""
+
+
+def algorithm_config(settings: LearnerSettings) -> AlgorithmConfig:
     """Everything that does not depend on where the server runs."""
+    batch = max(8, settings.train_batch // max(1, settings.num_learners))
     if settings.algorithm == "SAC":
         config = SACConfig(algo_class=JobSAC).training(
             train_batch_size_per_learner=settings.train_batch, num_steps_sampled_before_learning_starts=settings.train_batch,
             training_intensity=max(1, settings.train_batch // SAC_TRANSITIONS_A_STEP),
         )  # fmt: skip
         config.env_runners(rollout_fragment_length=settings.train_batch)  # what training_intensity is counted against
+    elif settings.algorithm == "APPO":
+        config = APPOConfig(algo_class=JobAPPO).training(
+            train_batch_size_per_learner=batch, num_epochs=APPO_PASSES, lr=3e-4, gamma=0.95, grad_clip=0.5, entropy_coeff=0.003,
+            target_network_update_freq=0,  # after every update
+            use_circular_buffer=False,
+        )  # fmt: skip
+        config.learners(learner_class=InStepLearner)
     else:
         config = PPOConfig(algo_class=JobPPO).training(
-            train_batch_size_per_learner=max(8, settings.train_batch // max(1, settings.num_learners)),
-            minibatch_size=min(64, settings.train_batch), num_epochs=8, lr=3e-4, gamma=0.95, lambda_=0.9, grad_clip=0.5,
-            entropy_coeff=0.003, vf_clip_param=100.0,
+            train_batch_size_per_learner=batch, minibatch_size=min(64, settings.train_batch), num_epochs=8, lr=3e-4, gamma=0.95,
+            lambda_=0.9, grad_clip=0.5, entropy_coeff=0.003, vf_clip_param=100.0,
         )  # fmt: skip
     config.rl_module(model_config=DefaultModelConfig(fcnet_hiddens=list(HIDDEN), fcnet_activation="tanh", vf_share_layers=False))
     config.environment(observation_space=OBSERVATION_SPACE, action_space=ACTION_SPACE)
@@ -158,7 +174,7 @@ class Learner:
         self._checkpoints = checkpoints
         self._about = {"algorithm": settings.algorithm, "observation_size": SIZE, "hidden": list(HIDDEN)}
         self._saved_updates, self._saved_at, self._disk_full = 0, time.monotonic(), False
-        self._algorithm = _config(settings).build_algo()
+        self._algorithm = algorithm_config(settings).build_algo()
         self._runner: JobRunner = self._algorithm.env_runner
         if settings.num_env_runners:
             self._algorithm.simulate(settings.num_env_runners)

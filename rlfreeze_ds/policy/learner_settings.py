@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rlfreeze_ds.errors import RLFreezeError
 
-ALGORITHMS = ("PPO", "SAC")
+ALGORITHMS = ("PPO", "SAC", "APPO")
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ def prepare(folder: Path) -> None:
         # address, and listens on every interface.
         RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
         RAY_USAGE_STATS_ENABLED="0",
+        # Whoever calls Ray after its end would start another one, without any of this.
+        RAY_ENABLE_AUTO_CONNECT="0",
         RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
         # Workers begin when something is to run in them.
         RAY_prestart_worker_first_driver="0",

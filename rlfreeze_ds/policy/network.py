@@ -21,7 +21,7 @@ VERSION = 1
 LARGEST_FILE = 8 * 2**20
 """Bytes; a policy of this size is not one of ours."""
 
-ACTIVATIONS = {"tanh": np.tanh, "relu": lambda x: np.maximum(x, np.float32(0))}
+ACTIVATIONS = {"tanh": np.tanh, "relu": lambda x: np.maximum(x, 0.0)}
 
 _Width = Annotated[int, Field(ge=1, le=4096)]
 
@@ -52,7 +52,7 @@ class _File(BaseModel):
 
 
 class Network:
-    """The mean of a Gaussian policy: ``act`` is what RLlib answers without exploration, to float32 rounding.
+    """The mean of a Gaussian policy: ``act`` is what RLlib answers without exploration, in float64 and rounded at the end.
 
     Args:
         weights: float32 [outputs, inputs] per layer, the first with :data:`SIZE` inputs, the last with :data:`NUM_ACTIONS`
@@ -90,15 +90,17 @@ class Network:
         Raises:
             RLFreezeError: the observation has another shape, or holds what is not a finite number.
         """
-        x = np.asarray(observation, dtype=np.float32)
+        x = np.asarray(observation, dtype=np.float32).astype(np.float64)
         if x.shape != (SIZE,) or not np.isfinite(x).all():
             raise RLFreezeError(f"an observation of shape {x.shape}: must be {SIZE} finite numbers.")
-        for weight, bias in zip(self.weights[:-1], self.biases[:-1], strict=True):
+        # In float32 the last places would depend on the order in which a library adds.
+        layers = [(weight.astype(np.float64), bias) for weight, bias in zip(self.weights, self.biases, strict=True)]
+        for weight, bias in layers[:-1]:
             x = ACTIVATIONS[self.activation](weight @ x + bias)
-        mean = self.weights[-1] @ x + self.biases[-1]
-        # The bounds are -1 and 1; the sum is spelled out because it rounds as RLlib's does.
-        low, high, one = np.float32(-1), np.float32(1), np.float32(1)
-        return np.clip(low + (mean + one) * (high - low) / np.float32(2), low, high)
+        weight, bias = layers[-1]
+        mean = weight @ x + bias
+        low, high = -1.0, 1.0
+        return np.clip(low + (mean + 1.0) * (high - low) / 2.0, low, high).astype(np.float32)
 
     def save(self, path: str | Path, about: str = "") -> None:
         """Write a policy file; an old one stays whole until the new one is.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -54,7 +55,11 @@ def make_policy(config: PolicyConfig, seed: int) -> Policy:
     if config.server != "auto":
         token = read_token(config.token_file)
         return ServedPolicy(PolicyClient(config.server, token, run_id, deadline_s=config.deadline_s), None)
-    keep = ["--checkpoint-dir", config.checkpoint_dir, "--restore"] if config.checkpoint_dir else []
+    keep = []
+    if config.checkpoint_dir:
+        with suppress(OSError):  # which the server explains
+            Path(config.checkpoint_dir).mkdir(mode=0o700, parents=True, exist_ok=True)  # --restore wants one, be it empty
+        keep = ["--checkpoint-dir", config.checkpoint_dir, "--restore"]
     server = AutoServer([*keep, "--train-batch", str(config.train_batch), "--seed", str(seed)])
     try:
         server.start()
@@ -63,44 +68,48 @@ def make_policy(config: PolicyConfig, seed: int) -> Policy:
     return ServedPolicy(PolicyClient(server.url, server.token, run_id, deadline_s=config.deadline_s), server)
 
 
-class RandomPolicy:
+class _AtOnce:
+    """One whose action for a window is there as soon as the window is."""
+
+    updates = 0
+
+    def __init__(self) -> None:
+        self._action: np.ndarray | None = None
+
+    def act(self, window: int, observation: np.ndarray) -> np.ndarray:
+        raise NotImplementedError
+
+    def offer(self, window: int, observation: np.ndarray, reward: float | None) -> None:
+        self._action = self.act(window, observation)
+
+    def take(self) -> np.ndarray | None:
+        action, self._action = self._action, None
+        return action
+
+    def close(self) -> None:
+        pass
+
+
+class RandomPolicy(_AtOnce):
     """Uniform actions, the same for the same seed and window: the baseline that any policy has to beat."""
 
-    updates = 0
-
     def __init__(self, seed: int) -> None:
+        super().__init__()
         self.seed = seed
-        self._action: np.ndarray | None = None
 
-    def offer(self, window: int, observation: np.ndarray, reward: float | None) -> None:
-        self._action = np.random.default_rng([self.seed, window]).uniform(-1.0, 1.0, NUM_ACTIONS)
-
-    def take(self) -> np.ndarray | None:
-        action, self._action = self._action, None
-        return action
-
-    def close(self) -> None:
-        pass
+    def act(self, window: int, observation: np.ndarray) -> np.ndarray:
+        return np.random.default_rng([self.seed, window]).uniform(-1.0, 1.0, NUM_ACTIONS)
 
 
-class PretrainedPolicy:
-    """A trained network's mean action, at once."""
-
-    updates = 0
+class PretrainedPolicy(_AtOnce):
+    """A trained network's mean action."""
 
     def __init__(self, network: Network) -> None:
+        super().__init__()
         self.network = network
-        self._action: np.ndarray | None = None
 
-    def offer(self, window: int, observation: np.ndarray, reward: float | None) -> None:
-        self._action = self.network.act(observation)
-
-    def take(self) -> np.ndarray | None:
-        action, self._action = self._action, None
-        return action
-
-    def close(self) -> None:
-        pass
+    def act(self, window: int, observation: np.ndarray) -> np.ndarray:
+        return self.network.act(observation)
 
 
 class ServedPolicy:

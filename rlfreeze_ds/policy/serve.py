@@ -10,7 +10,6 @@ import secrets
 import select
 import signal
 import socket
-import stat
 import sys
 import tempfile
 import threading
@@ -24,6 +23,7 @@ from rlfreeze_ds.log import logger
 from rlfreeze_ds.policy import sweep
 from rlfreeze_ds.policy.auto_server import watch_parent, write_ready
 from rlfreeze_ds.policy.checkpoint_folder import CheckpointFolder
+from rlfreeze_ds.policy.connection import read_token
 from rlfreeze_ds.policy.learner_settings import LearnerSettings
 
 if TYPE_CHECKING:
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 
 MAX_CONNECTIONS = 2048
 """More are answered with 503; each of the most sessions may hold one, and one more."""
-
-SHORTEST_TOKEN, LONGEST_TOKEN = 16, 512
-"""Characters."""
 
 SWITCH_S = 0.0002
 """How long the learning thread may keep the interpreter from the answering one. An answer lets go of it thirty times, in torch:
@@ -57,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exit-with-parent", action="store_true", help="end when standard input does, or the parent")
     parser.add_argument("--checkpoint-dir", type=Path, metavar="DIR", help="keep the policy there (default: nowhere)")
     parser.add_argument("--restore", action="store_true", help="go on from the newest policy in --checkpoint-dir")
-    parser.add_argument("--algorithm", default="PPO", help="of RLlib: PPO (default) or SAC")
+    parser.add_argument("--algorithm", default="PPO", help="of RLlib: PPO (default), SAC or APPO")
     parser.add_argument(
         "--train-batch", type=int, default=256, metavar="N", help="transitions of an update (default: %(default)s)"
     )
@@ -68,7 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-learners", type=int, default=0, metavar="N", help="processes that compute updates (default: the server's own)"
     )
-    parser.add_argument("--ray-address", metavar="ADDRESS", help="an existing Ray cluster (default: a local Ray of its own)")
+    parser.add_argument(
+        "--ray-address", metavar="ADDRESS", help="an existing Ray cluster, its RAY_AUTH_... variables set (default: a local Ray)"
+    )
 
 
 def serve(arguments: argparse.Namespace) -> int:
@@ -237,19 +236,9 @@ def _token(path: Path) -> str:
     try:
         with suppress(FileExistsError), os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_urlsafe(32) + "\n")
-        # A named pipe must not hold the server up.
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK)) as file:
-            facts = os.fstat(file.fileno())
-            token = file.read(LONGEST_TOKEN + 3).strip()
     except (OSError, ValueError) as error:
         raise RLFreezeError(f"--token-file {path}: {getattr(error, 'strerror', None) or error}.") from None
-    if not stat.S_ISREG(facts.st_mode) or facts.st_mode & 0o077 or facts.st_uid not in (os.geteuid(), 0):
-        raise RLFreezeError(f"--token-file {path}: others may read it, or it is no file of yours; chmod 600 a file of your own.")
-    if not SHORTEST_TOKEN <= len(token) <= LONGEST_TOKEN or not all("!" <= character <= "~" for character in token):
-        raise RLFreezeError(
-            f"--token-file {path}: must hold one word of {SHORTEST_TOKEN} to {LONGEST_TOKEN} printable ASCII characters."
-        )
-    return token
+    return read_token(path, "--token-file")
 
 
 def _is_loopback(host: str) -> bool:

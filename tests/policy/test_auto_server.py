@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from rlfreeze_ds.errors import ConfigError, RLFreezeError
+from rlfreeze_ds.log import logger
 from rlfreeze_ds.policy import auto_server
 from rlfreeze_ds.policy.auto_server import AutoServer, server_command, server_environment
 from rlfreeze_ds.policy.connection import read_token
@@ -187,6 +188,53 @@ def test_one_that_is_killed_or_never_listens_is_lost() -> None:
     server.close()
     with pytest.raises(RLFreezeError, match="cannot start"):
         AutoServer(command=["/nowhere/python"]).start()
+
+
+def test_one_that_is_killed_is_started_again_but_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(auto_server, "RESTART_DELAYS_S", (0.1, 0.3))
+    looks = tmp_path / "looks.json"
+    server = AutoServer(["--looks", str(looks)], command=CHILD)
+    server.start()
+    job = Job(server.url, token=server.token)
+    assert job.window(wait_s=30)
+    pids = []
+    for delay_s in (0.1, 0.3):
+        pids.append(server.pid)
+        looks.unlink()
+        os.kill(server.pid, signal.SIGKILL)
+        killed = time.monotonic()
+        assert job.window(wait_s=30), "no answer from a server started again"
+        assert time.monotonic() - killed > delay_s and job.client.state == "connected"
+        assert server.pid not in pids and all(map(gone, pids))
+        arguments = json.loads(looks.read_text())["cmdline"]
+        assert arguments[arguments.index("--looks") + 1] == str(looks), "not what it was started with"
+    os.kill(server.pid, signal.SIGKILL)
+    last = server.pid
+    assert job.window(wait_s=1.0) is None and job.client.state == "lost"
+    assert server.pid == last and gone(last)
+    assert [line for line in said if "started again" in line] == [
+        "policy: the server was killed by signal 9 and is started again, 1 of 2 times",
+        "policy: the server was killed by signal 9 and is started again, 2 of 2 times",
+        "policy: the server was killed by signal 9, after it was started again 2 times, the last; the thresholds stay",
+    ]
+    ended(job)
+    server.close()
+    looks.unlink()
+    assert not list(tmp_path.iterdir()), "files were left"
+
+
+def test_none_is_started_again_after_the_end_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto_server, "RESTART_DELAYS_S", (0.1,))
+    server = AutoServer(command=CHILD)
+    server.start()
+    listening(server)
+    os.kill(server.pid, signal.SIGKILL)
+    until(lambda: "killed by signal 9" in failure(server), 5.0)
+    server.close()
+    time.sleep(0.2)
+    assert "closed" in failure(server) and server.pid is None
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"port": 0}', '{"port": "80"}', '{"port": true}', "[]", '{"port": 65536}'])

@@ -417,6 +417,20 @@ def test_the_episode_goes_on_after_the_jobs_restart() -> None:
     server.stop()
 
 
+def test_nothing_is_sent_to_where_a_server_was() -> None:
+    server = StubServer()
+    place: list[str | None] = [server.url]
+    job = Job(lambda: place[0])
+    assert job.window(wait_s=5)
+    place[0] = None
+    num = len(server.requests)
+    assert job.window(wait_s=0.3) is None and len(server.requests) == num
+    place[0] = server.url
+    assert job.window(wait_s=5)
+    ended(job)
+    server.stop()
+
+
 def test_closing_does_not_wait_for_a_server_that_hangs() -> None:
     """Whether it hangs before it accepts, before it answers, or in mid-answer."""
     with socket.socket() as full:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -17,7 +18,7 @@ import rlfreeze_ds.policy
 from rlfreeze_ds.policy.baselines import NEVER, Fixed, Policy, Random, episode_reward, grid_rewards
 from rlfreeze_ds.policy.env import START, FreezeThresholdEnv
 from rlfreeze_ds.policy.network import Network
-from rlfreeze_ds.policy.observation import HIGH, LOW, SIZE, Thresholds
+from rlfreeze_ds.policy.observation import HIGH, LOW, NUM_ACTIONS, SIZE, Thresholds
 
 ROOT = Path(__file__).parent.parent.parent
 SHIPPED = Path(rlfreeze_ds.policy.__file__).parent / "pretrained.json"
@@ -40,6 +41,54 @@ def test_actions_are_finite_and_within_bounds() -> None:
     actions = np.array([act(one) for one in [*observations, LOW, HIGH, np.zeros(SIZE)]])
     assert actions.dtype == np.float32 and np.isfinite(actions).all() and np.abs(actions).max() <= 1
     assert actions.std(axis=0).min() > 0.01  # it does look
+
+
+@pytest.mark.parametrize("which", ["shipped", "steep", "relu"])
+def test_acts_as_rllibs_own_module_does_to_the_bit(which: str) -> None:
+    """Both in float64 and rounded at the end; in float32, where sums depend on the order that a BLAS adds in, nearly."""
+    pytest.importorskip("ray.rllib", reason="needs the server extra: ray[rllib]")
+    import torch
+    from ray.rllib.algorithms.ppo import PPOConfig
+    from ray.rllib.core.columns import Columns
+    from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
+    from ray.rllib.utils.spaces.space_utils import get_base_struct_from_space, unsquash_action
+
+    from rlfreeze_ds.policy.job_runner import ACTION_SPACE, OBSERVATION_SPACE
+
+    network, draw = Network.load(SHIPPED), np.random.default_rng(5)
+    if which != "shipped":
+        widths = [SIZE, 64, 64, NUM_ACTIONS]
+        weights = [draw.normal(0, 0.4, (outputs, inputs)) for inputs, outputs in itertools.pairwise(widths)]
+        network = Network(weights, [draw.normal(0, 0.4, outputs) for outputs in widths[1:]], which.replace("steep", "tanh"))
+    hidden = [len(bias) for bias in network.biases[:-1]]
+    config = PPOConfig().rl_module(
+        model_config=DefaultModelConfig(fcnet_hiddens=hidden, fcnet_activation=network.activation, vf_share_layers=False)
+    )
+    spec = config.get_rl_module_spec(spaces={"default_policy": (OBSERVATION_SPACE, ACTION_SPACE)}, inference_only=True)
+    module = spec.build()
+    state = {name: np.asarray(value) for name, value in module.get_state().items()}
+    for i, (weight, bias) in enumerate(zip(network.weights, network.biases, strict=True)):
+        layer = f"encoder.actor_encoder.net.mlp.{2 * i}" if i < len(hidden) else "pi.net.mlp.0"
+        log_stds = i == len(hidden)  # which the head has too
+        state[f"{layer}.weight"] = np.concatenate([weight, weight]) if log_stds else weight
+        state[f"{layer}.bias"] = np.concatenate([bias, bias]) if log_stds else bias
+    module.set_state(state)
+    observations = draw.uniform(LOW, HIGH, (5000, SIZE)).astype(np.float32)
+    corners = np.where(draw.random((200, SIZE)) < 0.5, LOW, HIGH).astype(np.float32)
+    observations = np.concatenate([observations, corners, [LOW, HIGH, np.zeros(SIZE, dtype=np.float32)]])
+
+    def theirs(dtype: torch.dtype) -> np.ndarray:
+        with torch.no_grad():
+            out = module.to(dtype).forward_inference({Columns.OBS: torch.from_numpy(observations).to(dtype)})
+            distribution = module.get_inference_action_dist_cls().from_logits(out[Columns.ACTION_DIST_INPUTS])
+            actions = distribution.to_deterministic().sample().numpy()
+        assert actions.dtype == np.dtype(str(dtype).removeprefix("torch."))
+        return np.stack([unsquash_action(one, get_base_struct_from_space(ACTION_SPACE)) for one in actions]).astype(np.float32)
+
+    ours = np.stack([network.act(one) for one in observations])
+    assert np.abs(ours - theirs(torch.float32)).max() < 5e-5
+    assert ours.tobytes() == theirs(torch.float64).tobytes()
+    assert (np.abs(ours) < 1).any() and (which == "shipped" or (np.abs(ours) == 1).any())
 
 
 def test_earns_more_than_never_random_and_default_thresholds() -> None:

@@ -11,7 +11,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +21,25 @@ from rlfreeze_ds.__main__ import main
 from rlfreeze_ds.policy.observation import SIZE
 
 ROOT = Path(__file__).parents[2]
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+"""As the kernel writes it: in IPv4, that in IPv6, and of IPv6."""
 needs_extra = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("ray", "fastapi", "uvicorn")),
     reason="needs the server extra: ray[rllib], fastapi, uvicorn",
 )
 
 
-class _Process:
+class Process:
     """A server as a child, and what it prints."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, variables: Mapping[str, str] | None = None) -> None:
         folder.mkdir(exist_ok=True)
         self.ready, self.log, self.token_file = folder / "ready", folder / "log", folder / "token"
         self.ready.unlink(missing_ok=True)
         # Without what a Ray in this process left there.
         plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        environment = {**plain, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(folder), "TMPDIR": "/tmp"}
+        own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(folder), "TMPDIR": "/tmp"}
+        environment = {**plain, **own, **(variables or {})}
         with self.log.open("w") as log:
             self.child = subprocess.Popen(
                 [
@@ -73,7 +76,7 @@ class _Process:
         end()
         code = self.child.wait(timeout=30)
         assert time.monotonic() - started < within_s
-        while left := {one for one in self.tree if _start_time(one[0]) == one[1]}:
+        while left := {one for one in self.tree if start_time(one[0]) == one[1]}:
             assert time.monotonic() - started < within_s, left
             time.sleep(0.05)
         self.child.stdin.close()
@@ -88,7 +91,7 @@ def _environment(pid: int) -> list[bytes]:
         return []
 
 
-def _start_time(pid: int) -> str | None:
+def start_time(pid: int) -> str | None:
     """Tells a process from a later one of the same number; None when it is gone or only waits to be collected."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -110,10 +113,10 @@ def _tree(pid: int) -> set[tuple[int, str]]:
     while found != last:
         last = found
         found = found | {child for child, parent in parents.items() if parent in found}
-    return {(one, start) for one in found if (start := _start_time(one)) is not None}
+    return {(one, start) for one in found if (start := start_time(one)) is not None}
 
 
-def _listening(pids: set[int]) -> set[str]:
+def listening(pids: set[int]) -> set[str]:
     """Addresses, as the kernel writes them, on which any of the processes listens."""
     inodes = set()
     for pid in pids:
@@ -137,22 +140,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[_Process]:
-    process = _Process(folder, "--checkpoint-dir", str(folder / "kept"), "--train-batch", "16", "--seed", "1")
+def served(folder: Path) -> Iterator[Process]:
+    process = Process(folder, "--checkpoint-dir", str(folder / "kept"), "--train-batch", "16", "--seed", "1")
     yield process
     process.child.kill()
 
 
 @needs_extra
-def test_nothing_listens_beyond_loopback(served: _Process) -> None:
-    found = _listening({pid for pid, _ in served.tree})
-    mapped, v6 = "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"
+def test_nothing_listens_beyond_loopback(served: Process) -> None:
+    found = listening({pid for pid, _ in served.tree})
     assert "0100007F" in found
-    assert found <= {"0100007F", mapped, v6}
+    assert found <= LOOPBACK
 
 
 @needs_extra
-def test_the_token_is_its_owners_alone(served: _Process) -> None:
+def test_the_token_is_its_owners_alone(served: Process) -> None:
     assert len(served.token) >= 32
     assert stat.S_IMODE(served.token_file.stat().st_mode) == 0o600
     assert served.token not in served.log.read_text()
@@ -162,13 +164,13 @@ def test_the_token_is_its_owners_alone(served: _Process) -> None:
 
 
 @needs_extra
-def test_a_taken_port_is_an_error_at_once(served: _Process, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_taken_port_is_an_error_at_once(served: Process, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--port", str(served.port)]) == 2
     assert f"--port {served.port}: Address already in use" in capsys.readouterr().err
 
 
 @needs_extra
-def test_jobs_teach_it_and_a_restart_goes_on(served: _Process, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_jobs_teach_it_and_a_restart_goes_on(served: Process, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert served.metric("rlfreeze_updates_total") == 0
     session = f"/v1/sessions/{served.ask('/v1/sessions', {'run_id': 'job'})['session_id']}"
     for window in range(20):
@@ -187,7 +189,7 @@ def test_jobs_teach_it_and_a_restart_goes_on(served: _Process, folder: Path, cap
 
     assert main(["serve", "--checkpoint-dir", str(folder / "kept")]) == 2
     assert "holds a policy: go on from it with --restore" in capsys.readouterr().err
-    again = _Process(folder, "--checkpoint-dir", str(folder / "kept"), "--restore")
+    again = Process(folder, "--checkpoint-dir", str(folder / "kept"), "--restore")
     assert again.token == served.token
     assert again.metric("rlfreeze_updates_total") == 1
     assert again.ends(again.child.stdin.close) == 0
@@ -195,7 +197,7 @@ def test_jobs_teach_it_and_a_restart_goes_on(served: _Process, folder: Path, cap
 
 @needs_extra
 def test_a_killed_server_leaves_no_process_and_no_folder(tmp_path: Path) -> None:
-    process = _Process(tmp_path / "home")
+    process = Process(tmp_path / "home")
     variables = [entry for pid, _ in process.tree for entry in _environment(pid)]
     tokens = {Path(entry.decode().partition("=")[2]) for entry in variables if entry.startswith(b"RAY_AUTH_TOKEN_PATH=")}
     (token,) = tokens  # some hold it no longer: a title takes the room of the environment
@@ -218,7 +220,7 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (["--restore"], "--restore needs --checkpoint-dir"),
         (["--port", "70000"], "must be between 0 and 65535"),
         (["--host", "203.0.113.7"], "cannot listen on --host 203.0.113.7"),
-        (["--algorithm", "DQN"], "must be one of PPO, SAC"),
+        (["--algorithm", "DQN"], "must be one of PPO, SAC, APPO"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_starts(
@@ -236,16 +238,19 @@ def test_a_token_file_must_be_private_and_hold_a_token(tmp_path: Path, capsys: p
     token.write_text("not-secret-enough-for-us")
     token.chmod(0o644)
     assert main(["serve", "--token-file", str(token)]) == 2
-    assert "others may read it" in capsys.readouterr().err
+    assert f"--token-file '{token}': has rights 0644, so others can reach it" in capsys.readouterr().err
     token.chmod(0o600)
     for text in ("short", "two words of which none counts", "x" * 600):
         token.write_text(text)
         assert main(["serve", "--token-file", str(token)]) == 2
         words = capsys.readouterr().err
-        assert "printable ASCII" in words and text not in words
+        assert "a token is one" in words and text not in words
     os.unlink(token)
     os.mkfifo(token, 0o600)
     assert main(["serve", "--token-file", str(token)]) == 2
+    assert "is not a regular file" in capsys.readouterr().err
+    assert main(["serve", "--token-file", str(tmp_path / "absent" / "token")]) == 2
+    assert "No such file or directory" in capsys.readouterr().err
 
 
 def test_asking_for_help_imports_no_ray() -> None:

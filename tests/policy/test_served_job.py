@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,8 +26,8 @@ def engine_with(policy: dict[str, Any]) -> Any:
     return engine
 
 
-def learning_job(seconds: float) -> dict[str, Any]:
-    engine = engine_with({"type": "rllib", "interval": 3, "patience_steps": 5, "train_batch": 8})
+def learning_job(seconds: float, kept: str) -> dict[str, Any]:
+    engine = engine_with({"type": "rllib", "interval": 3, "patience_steps": 5, "train_batch": 8, "checkpoint_dir": kept})
     tuner, group = engine.freeze_controller.tuner, engine.freeze_controller.group
     until, losses, thresholds, updates = time.monotonic() + seconds, [], set(), 0
     while not group.broadcast(updates >= 1 and len(thresholds) > 3 or time.monotonic() > until):
@@ -42,8 +43,9 @@ def learning_job(seconds: float) -> dict[str, Any]:
 
 @pytest.mark.timeout(280)
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the server extra is not installed")
-def test_a_job_with_a_server_of_its_own_is_learned_from() -> None:
-    first, second = run_ranks(learning_job, 2, 150.0, timeout_s=250)
+def test_a_job_with_a_server_of_its_own_is_learned_from(tmp_path: Path) -> None:
+    first, second = run_ranks(learning_job, 2, 150.0, str(tmp_path / "not" / "there"), timeout_s=250)
+    assert list((tmp_path / "not" / "there").glob("checkpoint-*"))
     assert first["updates"] >= 1 and first["thresholds"] > 3
     assert first["losses"] == second["losses"] and all(loss == loss for loss in first["losses"])
     assert first["end_s"] < 10
