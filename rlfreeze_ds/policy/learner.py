@@ -20,6 +20,7 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.algorithms.appo import APPOConfig
 from ray.rllib.algorithms.ppo import PPO, PPOConfig
 from ray.rllib.algorithms.sac import SAC, SACConfig
+from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
 from ray.rllib.env.single_agent_env_runner import SingleAgentEnvRunner
@@ -43,6 +44,9 @@ SAC_TRANSITIONS_A_STEP = 8
 
 APPO_PASSES = 20
 """Over the whole batch of an update; RLlib advises so many for continuous actions."""
+
+START_LOG_STD = -1.0
+"""Of the actions of a server that begins with a policy file: a third of a step, which explores and does not stray."""
 
 WAIT_S = 0.5
 """The longest that a training step waits for transitions before it returns without an update."""
@@ -176,6 +180,8 @@ class Learner:
         self._saved_updates, self._saved_at, self._disk_full = 0, time.monotonic(), False
         self._algorithm = algorithm_config(settings).build_algo()
         self._runner: JobRunner = self._algorithm.env_runner
+        if settings.policy_file is not None:
+            self._begin_as(Network.load(settings.policy_file))
         if settings.num_env_runners:
             self._algorithm.simulate(settings.num_env_runners)
         self._thread = threading.Thread(target=self._learn, name="learn", daemon=True)
@@ -247,6 +253,32 @@ class Learner:
         """Write the policy file of :class:`Network`; see :func:`network_of`."""
         module = self._runner.module
         network_of(module.get_state(), str(module.model_config["fcnet_activation"])).save(path, about)
+
+    def _begin_as(self, network: Network) -> None:
+        """Take on its mean, and draw from :data:`START_LOG_STD` around it; what the value function says is still to be learned.
+
+        Raises:
+            RLFreezeError: its layers are others.
+        """
+        layers = ["encoder.actor_encoder.net.mlp.0", "encoder.actor_encoder.net.mlp.2", "pi.net.mlp.0"]
+        widths = tuple(weight.shape[0] for weight in network.weights[:-1])
+        if widths != HIDDEN or network.activation != "tanh":
+            raise RLFreezeError(
+                f"--policy-file {self.settings.policy_file}: hidden layers {widths} with {network.activation}; a server begins "
+                f"with {HIDDEN} and tanh only."
+            )
+        weights = self._algorithm.learner_group.get_weights()
+        state = dict(weights[DEFAULT_MODULE_ID])
+        for i, layer in enumerate(layers):
+            weight, bias = network.weights[i], network.biases[i]
+            if layer == layers[-1]:
+                weight = np.concatenate([weight, np.zeros_like(weight)])
+                bias = np.concatenate([bias, np.full_like(bias, START_LOG_STD)])
+            for prefix in ("", "_old_"):  # APPO's target network
+                if f"{prefix}{layer}.weight" in state:
+                    state[f"{prefix}{layer}.weight"], state[f"{prefix}{layer}.bias"] = weight, bias
+        self._algorithm.learner_group.set_weights({DEFAULT_MODULE_ID: state})
+        self._runner.module.set_state({name: value for name, value in state.items() if not name.startswith("_old_")})
 
     def _learn(self) -> None:
         while not self._runner.stopping.is_set():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from rlfreeze_ds.errors import RLFreezeError
 
@@ -18,6 +19,7 @@ class LearnerSettings:
         seed: of weights and exploration; None draws one.
         num_env_runners: processes that roll out simulated jobs, whose transitions fill up what live jobs did not bring.
         num_learners: processes that compute the update; 0 computes it in the server's.
+        policy_file: what the policy begins as; None begins at random.
     """
 
     algorithm: str = "PPO"
@@ -25,6 +27,7 @@ class LearnerSettings:
     seed: int | None = None
     num_env_runners: int = 0
     num_learners: int = 0
+    policy_file: Path | None = None
 
     def __post_init__(self) -> None:
         if self.algorithm not in ALGORITHMS:
@@ -32,6 +35,8 @@ class LearnerSettings:
                 f"--algorithm {self.algorithm}: must be one of {', '.join(ALGORITHMS)}. RLlib's others expect environments "
                 "that they step themselves."
             )
+        if self.policy_file is not None and self.algorithm == "SAC":
+            raise RLFreezeError("--policy-file: SAC's policy is built otherwise; begin with one under PPO or APPO.")
         for name, least in (("train_batch", 8), ("num_env_runners", 0), ("num_learners", 0)):
             if getattr(self, name) < least:
                 option = "--" + name.replace("_", "-")

@@ -15,6 +15,9 @@ from rlfreeze_ds.errors import RLFreezeError
 from rlfreeze_ds.planning.atomic_write import write_text
 from rlfreeze_ds.policy.observation import NUM_ACTIONS, SIZE
 
+PRETRAINED = Path(__file__).parent / "pretrained.json"
+"""The policy file that comes with the package; ``scripts/pretrain_policy.py`` makes it."""
+
 VERSION = 1
 """Of the policy file."""
 

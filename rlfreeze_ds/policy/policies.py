@@ -16,20 +16,19 @@ from rlfreeze_ds.log import logger
 from rlfreeze_ds.policy.auto_server import AutoServer
 from rlfreeze_ds.policy.client import PolicyClient
 from rlfreeze_ds.policy.connection import read_token
-from rlfreeze_ds.policy.network import Network
+from rlfreeze_ds.policy.network import PRETRAINED, Network
 from rlfreeze_ds.policy.observation import NUM_ACTIONS
-
-PRETRAINED = Path(__file__).parent / "pretrained.json"
-"""The policy file that comes with the package; ``scripts/pretrain_policy.py`` makes it."""
 
 
 class Policy(Protocol):
     """Lives on rank 0. None of its methods may take longer than a millisecond, :meth:`close` excepted, or raise.
 
     ``updates``: how often it had learned when it gave the last action; 0 for one that does not learn.
+    ``run_id``: of its episode at a server, which a resumed run goes on with; None where there is no server.
     """
 
     updates: int
+    run_id: str | None
 
     def offer(self, window: int, observation: np.ndarray, reward: float | None) -> None:
         """Take window number ``window``: float32 [SIZE], and the reward of the answer before (None: there was none)."""
@@ -60,7 +59,8 @@ def make_policy(config: PolicyConfig, seed: int) -> Policy:
         with suppress(OSError):  # which the server explains
             Path(config.checkpoint_dir).mkdir(mode=0o700, parents=True, exist_ok=True)  # --restore wants one, be it empty
         keep = ["--checkpoint-dir", config.checkpoint_dir, "--restore"]
-    server = AutoServer([*keep, "--train-batch", str(config.train_batch), "--seed", str(seed)])
+    start = ["--policy-file", str(config.file or PRETRAINED)]
+    server = AutoServer([*keep, *start, "--train-batch", str(config.train_batch), "--seed", str(seed)])
     try:
         server.start()
     except RLFreezeError as error:
@@ -72,6 +72,7 @@ class _AtOnce:
     """One whose action for a window is there as soon as the window is."""
 
     updates = 0
+    run_id = None
 
     def __init__(self) -> None:
         self._action: np.ndarray | None = None
@@ -120,6 +121,14 @@ class ServedPolicy:
         self.updates = 0
         self._server = server
         atexit.register(self.close)  # few scripts end their engine
+
+    @property
+    def run_id(self) -> str:
+        return self.client.run_id
+
+    @run_id.setter
+    def run_id(self, run_id: str) -> None:
+        self.client.run_id = run_id
 
     def offer(self, window: int, observation: np.ndarray, reward: float | None) -> None:
         self.client.offer(window, observation, reward)

@@ -25,6 +25,7 @@ from rlfreeze_ds.policy.auto_server import watch_parent, write_ready
 from rlfreeze_ds.policy.checkpoint_folder import CheckpointFolder
 from rlfreeze_ds.policy.connection import read_token
 from rlfreeze_ds.policy.learner_settings import LearnerSettings
+from rlfreeze_ds.policy.network import PRETRAINED, Network
 
 if TYPE_CHECKING:
     from rlfreeze_ds.policy.learner import Learner
@@ -60,6 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, help="of weights and exploration (default: drawn)")
     parser.add_argument(
+        "--policy-file", type=Path, metavar="FILE",
+        help='what the policy begins as, where nothing is restored; "pretrained" is the one that comes with the package '
+        "(default: at random)",
+    )
+    parser.add_argument(
         "--num-env-runners", type=int, default=0, metavar="N", help="processes with simulated jobs (default: %(default)s)"
     )
     parser.add_argument(
@@ -80,8 +86,11 @@ def serve(arguments: argparse.Namespace) -> int:
     if absent:
         raise RLFreezeError(f"{', '.join(absent)} not installed: the server needs pip install 'rlfreeze_ds[server]'.")
     settings = LearnerSettings(
-        arguments.algorithm, arguments.train_batch, arguments.seed, arguments.num_env_runners, arguments.num_learners
-    )
+        arguments.algorithm, arguments.train_batch, arguments.seed, arguments.num_env_runners, arguments.num_learners,
+        PRETRAINED if arguments.policy_file == Path("pretrained") else arguments.policy_file,
+    )  # fmt: skip
+    if settings.policy_file is not None:
+        Network.load(settings.policy_file)  # a wrong one is refused before Ray starts
     checkpoints = None if arguments.checkpoint_dir is None else CheckpointFolder(arguments.checkpoint_dir.resolve())
     if arguments.restore and checkpoints is None:
         raise RLFreezeError("--restore needs --checkpoint-dir, where the policy was kept.")

@@ -77,11 +77,18 @@ class Tuner:
 
     def state_dict(self) -> dict[str, Any]:
         """As plain JSON values. A pending question is not part of it: the first window after a restart has no reward."""
-        return {"thresholds": asdict(self.thresholds), "number": self.number, "window": self.window.state_dict()}
+        return {
+            "thresholds": asdict(self.thresholds),
+            "number": self.number,
+            "window": self.window.state_dict(),
+            "run_id": self.policy.run_id,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The reverse of :meth:`state_dict`."""
         self.thresholds = Thresholds(**state["thresholds"])
         self.number = state["number"]
+        if self.policy.run_id is not None and self.config.run_id is None and state.get("run_id") is not None:
+            self.policy.run_id = state["run_id"]
         self.window.load_state_dict(state["window"])
         self._answered = False
