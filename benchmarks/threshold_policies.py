@@ -93,7 +93,7 @@ def rank_main(rank: int, options: argparse.Namespace) -> None:
         make = deepspeed.initialize if name == "stock" else rlfreeze_ds.initialize
         engines[name] = make(model=model, model_parameters=list(model.parameters()), config=full, lr_scheduler=schedule)[0]
         if rank == 0 and name in (NEVER, *GRID):
-            engines[name].freeze_controller.tuner.policy = Hold()
+            engines[name].freeze_controller.thresholds.tuner.policy = Hold()
 
     shape = (1, options.micro_batches, options.rows)
     validation = gpt.validation_offsets(len(held_out), options.seq_len, options.eval_batches, *shape)

@@ -67,6 +67,7 @@ class _Tuner(_Strict):
     thresholds: _Thresholds
     number: int
     window: _Window
+    run_id: str | None = None
 
 
 class _StageState(_Strict):

@@ -18,7 +18,7 @@ import torch
 from rlfreeze_ds.config import FreezeConfig
 from rlfreeze_ds.control_group import ControlGroup
 from rlfreeze_ds.decision import Decision
-from rlfreeze_ds.errors import ConfigError, MaskMismatchError, RLFreezeError
+from rlfreeze_ds.errors import MaskMismatchError
 from rlfreeze_ds.freezing.criterion import MixedCriterion
 from rlfreeze_ds.freezing.gradients import on_device
 from rlfreeze_ds.freezing.masks import Mask, masks_checksum
@@ -30,11 +30,10 @@ from rlfreeze_ds.history import StepHistory, StepMasks
 from rlfreeze_ds.log import log_rank0
 from rlfreeze_ds.planner import Planner, StageReport
 from rlfreeze_ds.planning.progress import StageGradients
-from rlfreeze_ds.policy.policies import make_policy
-from rlfreeze_ds.policy.tuner import Tuner, initial_thresholds, plan_facts
 from rlfreeze_ds.telemetry.late_scalar import LateScalar
 from rlfreeze_ds.telemetry.profiler import StepTiming
 from rlfreeze_ds.telemetry.run_log import RunLog
+from rlfreeze_ds.thresholds import RunThresholds
 
 # Steps between two looks at whether the predicted batch time comes true: enough for a median.
 DRIFT_STEPS = 16
@@ -63,8 +62,7 @@ class FreezeController:
         self.group = ControlGroup()
         self.shapes = self._shapes_of_all_stages()
         self.planner = Planner(config, self.shapes, self.group, run_log, normalised=normalised)
-        self.tunes = config.policy.type != "fixed" and config.planning.max_freeze_ratio > 0
-        self.tuner = self._tuner() if self.tunes else None
+        self.thresholds = RunThresholds(config, self.group, run_log)
         self.start_afresh(0)
 
     def start_afresh(self, step: int) -> None:
@@ -79,11 +77,7 @@ class FreezeController:
         self.asked: tuple[int, int] | None = None  # step and micro-batches of the last request
         self.planned = step  # from which step on the decision has held
         self.drifted = False  # whether it was asked for because the last one's prediction did not come true
-        self.waits = False  # whether for an answer of the policy, to the window that ended before
-        self.window_end = step
-        if self.tuner is not None:
-            self.tuner.start_afresh()
-            self.planner.thresholds = self.tuner.thresholds
+        self.thresholds.start_afresh(step)
         self.planner.cancel()
         self.planner.transfer_s = 0.0
         self.history = StepHistory(self.shape)
@@ -153,8 +147,8 @@ class FreezeController:
             masks = self._in_flight.pop(timing.step)
             self.history.add(timing, masks)
             self._log_step(timing, masks)
-            if self.tuner is not None and masks.phase in ("ramp", "steady"):
-                self.tuner.window.add_seconds(timing.makespan_s)
+            if masks.phase in ("ramp", "steady"):
+                self.thresholds.add_seconds(timing.makespan_s)
         self._losses.pop(self.step - 3, None)
         known = self._losses[self.step - 1].read() if self.step - 1 in self._losses else None
         self.step += 1
@@ -163,8 +157,8 @@ class FreezeController:
             return
         if self.planner.pending:
             self._take_answer()
-        if known is not None and self.tuner is not None:
-            self.tuner.window.add_loss(known)
+        if known is not None:
+            self.thresholds.add_loss(known)
         if known is not None and self.guard.observe(known) and self.phase in ("ramp", "steady"):
             log_rank0(
                 f"step {self.step}: the loss ({known:.4f}) left its trend ({self.guard.average:.4f}); nothing is frozen "
@@ -193,8 +187,7 @@ class FreezeController:
         config = self.config
         if self.phase == "warmup" and self.phase_step >= config.warmup_steps:
             self.criterion.set_reference()
-            if self.tuner is not None:
-                self.tuner.window.set_reference()
+            self.thresholds.set_reference()
             # Gradients fall fast at first, and with all micro-batches live they tell nothing of the noise.
             self.noise = GradientNoise(len(self.units), self.device)
             self._enter("profile")
@@ -205,7 +198,7 @@ class FreezeController:
             self._enter("ramp")
         elif self.phase in ("ramp", "steady"):
             if not self.planner.pending:
-                if self.waits:
+                if self.thresholds.waits:
                     self._take_thresholds(order)
                 elif self._due(order.count("F")):
                     self.drifted = False
@@ -221,12 +214,9 @@ class FreezeController:
 
     def _due(self, num_micro_batches: int) -> bool:
         """Also after a request that brought no plan it takes an interval, or another batch size, to ask again."""
-        interval = self.config.replan_interval
-        if self.tunes:
-            interval = min(interval, self.config.policy.interval)
         return (
             self.asked is None
-            or self.step - self.asked[0] >= interval
+            or self.step - self.asked[0] >= self.thresholds.interval
             or self.asked[1] != num_micro_batches
         )
 
@@ -282,54 +272,26 @@ class FreezeController:
         chosen = set(rng.permutation(num_micro_batches)[:count].tolist())
         return tuple(mask if m in chosen else () for m in range(num_micro_batches))
 
-    # -- thresholds: rank 0's policy moves them, a plan carries them to everyone -----------------------------------------
+    # -- windows: a policy moves the thresholds between them ------------------------------------------------------------
 
-    def _tuner(self) -> Tuner | None:
-        """Collective. On rank 0 only.
+    def _end_window(self, order: str) -> None:
+        """Ask the policy where there is one to ask and something to tell it; then for a plan."""
+        if not self.thresholds.moves or not self._usable(order.count("F")):
+            self._ask(order)
+            return
+        self.thresholds.end_window(self.step, self.decision, self.history.unfrozen_makespan_s(order.count("F")))
+        self._take_thresholds(order)
 
-        Raises:
-            ConfigError: on every rank; the policy's file or token cannot be used.
-        """
-        tuner, reason = None, ""
-        if self.group.rank == 0:
-            try:
-                policy = make_policy(self.config.policy, self.config.seed)
-                tuner = Tuner(policy, initial_thresholds(self.config), self.config.policy)
-            except RLFreezeError as error:
-                reason = str(error)
-        reason = self.group.broadcast(reason)
-        if reason:
-            raise ConfigError(reason)
-        return tuner
+    def _take_thresholds(self, order: str) -> None:
+        """Collective. Plan with what the policy said, once it did or was waited for long enough."""
+        if self.thresholds.answered(self.step):
+            self._ask(order)
+            self.asked = (self.thresholds.window_end, self.asked[1])  # a window is as long however long the answer took
 
     def close(self) -> None:
         """The job ends: no process or thread of ours is left."""
         self.planner.cancel()
-        if self.tuner is not None:
-            self.tuner.policy.close()
-
-    def _end_window(self, order: str) -> None:
-        """Ask the policy where there is one to ask and something to tell it; then for a plan."""
-        if not self.tunes or not self._usable(order.count("F")):
-            self._ask(order)
-            return
-        if self.tuner is not None:
-            unfrozen_s = self.history.unfrozen_makespan_s(order.count("F"))
-            self.tuner.offer(self.step, plan_facts(self.decision, unfrozen_s))
-        self.waits, self.window_end = True, self.step
-        self._take_thresholds(order)
-
-    def _take_thresholds(self, order: str) -> None:
-        """Collective. Once the policy has answered, or was waited for long enough, plan with what it said."""
-        ready = self.tuner.ready() if self.tuner is not None else False
-        self.waits = not self.group.broadcast(ready)
-        if self.waits:
-            return
-        if self.tuner is not None:
-            self.planner.thresholds = self.tuner.thresholds
-            self.run_log.write("policy", step=self.step, **self.tuner.last)
-        self._ask(order)
-        self.asked = (self.window_end, self.asked[1])  # a window is as long however long the answer took
+        self.thresholds.close()
 
     # -- plans: rank 0's process solves beside training, everyone acts on the same bytes -------------------------------
 
@@ -338,6 +300,7 @@ class FreezeController:
         self.asked = (self.step, num_micro_batches)
         self.planner.ask(
             self.step,
+            self.thresholds.current,
             StageReport(
                 self.shape.stage_id,
                 order,
@@ -424,7 +387,7 @@ class FreezeController:
             "asked": self.asked,
             "planned": self.planned,
             "drifted": self.drifted,
-            "tuner": self.tuner.state_dict() if self.tuner is not None else None,
+            "tuner": self.thresholds.state_dict(),
             "decision": self.decision.to_json() if self.decision else None,
             "config": self.config.model_dump(),
             "criterion": self.criterion.state_dict(),
@@ -445,10 +408,7 @@ class FreezeController:
         self.decision = Decision.from_json(state["decision"]) if same and state["decision"] is not None else None
         self.planned, self.drifted = state["planned"], state["drifted"]
         self.asked = tuple(state["asked"]) if same and state["asked"] is not None else None
-        self.waits = False
-        if self.tuner is not None and same and state.get("tuner") is not None:
-            self.tuner.load_state_dict(state["tuner"])
-            self.planner.thresholds = self.tuner.thresholds
+        self.thresholds.load_state_dict(state.get("tuner") if same else None)
         self.criterion.load_state_dict(state["criterion"])
         self.noise.load_state_dict(state["noise"])
         self.guard.average, self.guard.beyond = state["guard"]["average"], state["guard"]["beyond"]

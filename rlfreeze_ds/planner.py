@@ -19,7 +19,7 @@ from rlfreeze_ds.plan_request import PlanAnswer, PlanRequest, check_answer
 from rlfreeze_ds.planning.fit import StageFit
 from rlfreeze_ds.planning.plan import Plan
 from rlfreeze_ds.planning.progress import StageGradients
-from rlfreeze_ds.policy.tuner import initial_thresholds
+from rlfreeze_ds.policy.observation import Thresholds
 from rlfreeze_ds.telemetry.run_log import RunLog
 
 
@@ -54,8 +54,6 @@ class Planner:
         self.plan_ratios = self._plan_file()
         self.pending = False
         self.transfer_s = 0.0
-        self.thresholds = initial_thresholds(config)
-        """Of the criterion, for the next request; rank 0's count."""
         self._process = PlanProcess()
         self._request: PlanRequest | None = None
         self._statistics: list[tuple[list[float], list[float]]] = []
@@ -63,15 +61,15 @@ class Planner:
         self._seconds: list[tuple[tuple[str, int, float], ...]] = []
         self._solver = ""
 
-    def ask(self, step: int, report: StageReport) -> None:
-        """Collective. Start to solve for ``step``; returns before it is solved."""
+    def ask(self, step: int, thresholds: Thresholds, report: StageReport) -> None:
+        """Collective. Start to solve for ``step`` with rank 0's thresholds; returns before it is solved."""
         reports = self.group.gather(report)
         self.pending = True
         if self.group.rank != 0:
             return
         self._failure = None
         try:
-            self._request = self._gathered(step, reports)
+            self._request = self._gathered(step, thresholds, reports)
             self._process.send(self._request.to_json(), self.config.planning.time_limit_s)
         except Exception as error:  # nothing that goes wrong with a plan may stop a job, here and below
             logger.debug("no new plan", exc_info=True)
@@ -107,7 +105,7 @@ class Planner:
             raise ConfigError(f"rlfreeze.planning.plan_file: {found}")
         return found
 
-    def _gathered(self, step: int, reports: Sequence[StageReport]) -> PlanRequest:
+    def _gathered(self, step: int, thresholds: Thresholds, reports: Sequence[StageReport]) -> PlanRequest:
         stages = [[report for report in reports if report.stage_id == shape.stage_id] for shape in self.shapes]
         fits = [_slowest([report.fit for report in replicas]) for replicas in stages]
         if None in fits:
@@ -125,8 +123,7 @@ class Planner:
             shapes=self.shapes,
             fits=tuple(fits),
             eligible=tuple(
-                tuple(eligible_units(statistics, self.thresholds.gradient, self.thresholds.variation))
-                for statistics in self._statistics
+                tuple(eligible_units(statistics, thresholds.gradient, thresholds.variation)) for statistics in self._statistics
             ),
             gradients=tuple(replicas[0].gradients for replicas in stages),
             num_replicas=len(stages[0]),

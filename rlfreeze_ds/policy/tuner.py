@@ -5,16 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from rlfreeze_ds.config import FreezeConfig, PolicyConfig
+from rlfreeze_ds.config import PolicyConfig
 from rlfreeze_ds.decision import Decision
 from rlfreeze_ds.policy.observation import NAMES, Thresholds
 from rlfreeze_ds.policy.policies import Policy
 from rlfreeze_ds.policy.window import PlanFacts, Window
-
-
-def initial_thresholds(config: FreezeConfig) -> Thresholds:
-    """As configured."""
-    return Thresholds(config.criterion.gradient_threshold, config.criterion.variation_threshold)
 
 
 def plan_facts(decision: Decision, unfrozen_s: float | None) -> PlanFacts:

@@ -25,7 +25,7 @@ from rlfreeze_ds.policy.checkpoint_folder import CheckpointFolder  # noqa: E402
 from rlfreeze_ds.policy.learner import Learner, network_of  # noqa: E402
 from rlfreeze_ds.policy.learner_settings import ALGORITHMS, LearnerSettings  # noqa: E402
 from rlfreeze_ds.policy.messages import Close, Open, Window  # noqa: E402
-from rlfreeze_ds.policy.network import Network  # noqa: E402
+from rlfreeze_ds.policy.network import PRETRAINED, Network  # noqa: E402
 from rlfreeze_ds.policy.observation import HIGH, LOW, NUM_ACTIONS, SIZE  # noqa: E402
 from rlfreeze_ds.policy.session import Sessions  # noqa: E402
 
@@ -231,3 +231,34 @@ def test_wrong_settings_are_refused() -> None:
         LearnerSettings(algorithm="DQN")
     with pytest.raises(RLFreezeError, match="--train-batch 1: must be at least 8"):
         LearnerSettings(train_batch=1)
+
+
+@pytest.mark.parametrize("algorithm", ["PPO", "APPO"])
+def test_it_begins_as_the_policy_of_a_file_and_goes_on_from_there(algorithm: str) -> None:
+    network = Network.load(PRETRAINED)
+    learner = Learner(LearnerSettings(algorithm, train_batch=32, seed=3, policy_file=PRETRAINED))
+    wanted = np.array([network.act(observation) for observation in OBSERVATIONS])
+
+    def means() -> np.ndarray:
+        return np.array([learner.act(observation, explore=False).actions_for_env for observation in OBSERVATIONS])
+
+    assert learner.updates == 0 and means() == pytest.approx(wanted, abs=1e-5)
+    inside = next(observation for observation, action in zip(OBSERVATIONS, wanted, strict=True) if abs(action).max() < 0.5)
+    drawn = np.array([learner.act(inside).actions for _ in range(500)])
+    assert drawn.std(axis=0) == pytest.approx(np.full(2, np.exp(learner_module.START_LOG_STD)), rel=0.15)
+    jobs = _Jobs(learner)
+    jobs.until(updates=1)
+    jobs.end()
+    # The learner had begun there too: one update moves it a little. Another start would be far away.
+    moved = np.abs(means() - wanted)
+    learner.close()
+    assert 0 < moved.mean() < 0.2 * np.abs(wanted).mean()
+
+
+def test_a_policy_file_of_another_shape_is_refused(tmp_path: Path) -> None:
+    small = Network([np.zeros((4, SIZE)), np.zeros((NUM_ACTIONS, 4))], [np.zeros(4), np.zeros(NUM_ACTIONS)], "tanh")
+    small.save(tmp_path / "small.json")
+    with pytest.raises(RLFreezeError, match=r"hidden layers \(4,\)"):
+        Learner(LearnerSettings(policy_file=tmp_path / "small.json"))
+    with pytest.raises(RLFreezeError, match="SAC"):
+        LearnerSettings("SAC", policy_file=PRETRAINED)

@@ -28,7 +28,7 @@ def engine_with(policy: dict[str, Any]) -> Any:
 
 def learning_job(seconds: float, kept: str) -> dict[str, Any]:
     engine = engine_with({"type": "rllib", "interval": 3, "patience_steps": 5, "train_batch": 8, "checkpoint_dir": kept})
-    tuner, group = engine.freeze_controller.tuner, engine.freeze_controller.group
+    tuner, group = engine.freeze_controller.thresholds.tuner, engine.freeze_controller.group
     until, losses, thresholds, updates = time.monotonic() + seconds, [], set(), 0
     while not group.broadcast(updates >= 1 and len(thresholds) > 3 or time.monotonic() > until):
         losses.append(float(engine.train_batch(jobs.batches(engine.global_steps, 4))))
@@ -63,8 +63,8 @@ def absent_job(token_file: str) -> dict[str, Any]:
         started = time.perf_counter()
         engine.train_batch(jobs.batches(step, 4))
         seconds.append(time.perf_counter() - started)
-        if engine.freeze_controller.tuner is not None:
-            thresholds.add(engine.freeze_controller.tuner.thresholds)
+        if engine.freeze_controller.thresholds.tuner is not None:
+            thresholds.add(engine.freeze_controller.thresholds.tuner.thresholds)
     engine.destroy()
     return {"seconds": seconds, "thresholds": thresholds, "decision": engine.freeze_controller.decision}
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlfreeze_ds import controller
+from rlfreeze_ds import thresholds
 from rlfreeze_ds.policy.policies import RandomPolicy
 from tests import jobs
 from tests.harness import run_ranks
@@ -35,7 +35,7 @@ def job(folder: str, steps: int, resume: str | None = None, save_at: int | None 
         if save_at == step + 1:
             engine.save_checkpoint(str(Path(folder) / "saved"))
         controller = engine.freeze_controller
-        thresholds.append(controller.tuner.thresholds if controller.tuner is not None else None)
+        thresholds.append(controller.thresholds.tuner.thresholds if controller.thresholds.tuner is not None else None)
     return {"thresholds": thresholds, "decision": engine.freeze_controller.decision, "masks": engine._step_masks.masks}
 
 
@@ -51,7 +51,7 @@ class Constant(RandomPolicy):
 
 
 def constant_job(action: float) -> list[int]:
-    controller.make_policy = lambda config, seed: Constant(action)
+    thresholds.make_policy = lambda config, seed: Constant(action)
     policy = {"type": "random", "interval": 2}
     engine = build(2, jobs.ds_config(8, rlfreeze=QUICK | {"policy": policy, "selection": "strict"}))
     for step in range(50):
@@ -70,7 +70,7 @@ def pretrained_job() -> list[Any]:
     found = []
     for step in range(25):
         engine.train_batch(jobs.batches(step, 8))
-        tuner = engine.freeze_controller.tuner
+        tuner = engine.freeze_controller.thresholds.tuner
         found.append(tuner.thresholds if tuner is not None else None)
     engine.destroy()
     return found

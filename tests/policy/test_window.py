@@ -136,3 +136,18 @@ def test_a_tuner_goes_on_where_it_was() -> None:
     begun = run(first, range(4))
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert begun + run(second, range(4, 10)) == whole and len(set(whole)) == 10
+
+
+@pytest.mark.parametrize(("configured", "found"), [(None, "first"), ("mine", "mine")])
+def test_a_resumed_run_goes_on_with_the_name_of_its_episode_unless_it_is_given_one(configured: str | None, found: str) -> None:
+    def new(name: str) -> Tuner:
+        policy = RandomPolicy(0)
+        policy.run_id = configured or name
+        return Tuner(policy, Thresholds(2.0, 1.0), PolicyConfig(run_id=configured))
+
+    resumed = new("second")
+    resumed.load_state_dict(json.loads(json.dumps(new("first").state_dict())))
+    assert resumed.policy.run_id == found
+    alone = Tuner(RandomPolicy(0), Thresholds(2.0, 1.0), PolicyConfig())
+    alone.load_state_dict(new("first").state_dict())
+    assert alone.policy.run_id is None
