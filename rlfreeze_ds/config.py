@@ -94,7 +94,11 @@ class PolicyConfig(_Strict):
     interval: int = Field(20, ge=1, description="steps of a window: between two decisions, each of which asks for a new plan")
     total_steps: int | None = Field(None, ge=1, description="steps of the run, if known: a policy may act otherwise near its end")
     patience_steps: int = Field(10, ge=0, description="steps to wait for an answer before the thresholds stay as they are")
-    file: str | None = Field(None, description="pretrained: a policy file in place of the one that comes with the package")
+    file: str | None = Field(
+        None,
+        description="policy file in place of the one that comes with the package; pretrained: what moves the thresholds; rllib, "
+        'server "auto": what learning begins with',
+    )
     server: str = Field(
         "auto", description='rllib: where the server is, such as "http://host:port"; "auto": rank 0 starts one for this job'
     )

@@ -63,8 +63,9 @@ LINE_S = 15.0
 
 
 class AgainstDefault(FreezeThresholdEnv):
-    """Rewards are less those of the same job, with the same luck, under the default thresholds. Runs begin with thresholds from
-    anywhere: from the default ones, which let nearly all units freeze, chance alone would seldom come to where they matter."""
+    """Rewards are less those of the same job, with the same luck, under the default thresholds. Half of the runs begin with
+    thresholds from anywhere: from the default ones, under which nearly all units may freeze, chance alone would seldom come to
+    where thresholds matter."""
 
     def __init__(self, _: Any = None) -> None:
         super().__init__(TRAINING_JOBS)
@@ -72,8 +73,8 @@ class AgainstDefault(FreezeThresholdEnv):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
         super().reset(seed=seed)  # seeds the draws that follow
-        gradient, variation = np.exp(self.np_random.uniform(np.log(START_RANGE[0]), np.log(START_RANGE[1]), 2)).tolist()
-        observation, info = super().reset(options={"thresholds": Thresholds(gradient, variation)})
+        anywhere = Thresholds(*np.exp(self.np_random.uniform(np.log(START_RANGE[0]), np.log(START_RANGE[1]), 2)).tolist())
+        observation, info = super().reset(options={"thresholds": anywhere if self.np_random.random() < 0.5 else START})
         self._other.reset(options={"job": info["job"]})
         return observation, info
 
