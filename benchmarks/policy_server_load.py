@@ -3,7 +3,7 @@
 What it does: starts ``rlfreeze_ds serve`` and asks it as many concurrent jobs would, each over a connection of its own and with a
 decision a second (spread evenly, on schedule whatever the answers take); rewards are drawn, so that the policy is updated.
 
-How to run: ``python benchmarks/policy_server_load.py [--num-jobs 200] [--seconds 60] [-- options of serve]``
+How to run: python benchmarks/policy_server_load.py --json benchmarks/records/policy_server_load.json [-- options of serve]
 
 What to expect: p50 and p99 of the answers, in all and of those that came during an update's second, the server's start, its
 memory with all its processes, and how it ended. On 2 cores p99 stays under 250 ms.
@@ -21,6 +21,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from jobs import write_record
 
 from rlfreeze_ds.policy.observation import HIGH, LOW
 
@@ -90,6 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-jobs", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--json", help="where the record goes")
     parser.add_argument("serve", nargs="*", metavar="OPTION", help="after --: options of serve")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -114,13 +117,12 @@ def main() -> None:
     # An update ends between two answers of which the later one knows of it; it began in the second before.
     changes = [later[0] for earlier, later in zip(answers, answers[1:], strict=False) if later[2] > earlier[2]]
     during = [one[1] for one in answers if any(change - 1.0 <= one[0] <= change for change in changes)]
-    record = {
-        "num_jobs": arguments.num_jobs, "seconds": arguments.seconds, "answers_ms": percentiles([one[1] for one in answers]),
-        "during_updates_ms": percentiles(during) if during else None, "updates": answers[-1][2],
-        "start_s": round(start_s, 1), "end_s": round(end_s, 1), "code": code, "memory_mb": resident,
-        "load_average": [round(value, 1) for value in os.getloadavg()], "cores": os.cpu_count(),
+    figures = {
+        "answers_ms": percentiles([one[1] for one in answers]), "during_updates_ms": percentiles(during) if during else None,
+        "updates": answers[-1][2], "start_s": round(start_s, 1), "end_s": round(end_s, 1), "code": code, "memory_mb": resident,
+        "load_average": [round(value, 1) for value in os.getloadavg()],
     }  # fmt: skip
-    print(json.dumps(record, indent=1))
+    write_record("concurrent jobs are answered while the server learns", "benchmarks/policy_server_load.py", arguments, figures)
 
 
 if __name__ == "__main__":

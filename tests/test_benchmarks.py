@@ -92,3 +92,9 @@ def test_simulator_calibration_smoke(tmp_path: Path) -> None:
     row = figures["table"]["never"]["1.0"]["gradient_50%"]
     assert row["5%"] <= row["50%"] <= row["95%"] and row["real"] == figures["curves"]["never"]["gradient"][-1][1]
     assert 0 <= figures["inside"] <= figures["compared"] <= 2 * 5 * 11
+
+
+def test_policy_server_load_smoke(tmp_path: Path) -> None:
+    pytest.importorskip("ray.rllib", reason="needs the server extra: ray[rllib]")
+    figures = run_small(tmp_path, "policy_server_load.py", "--num-jobs", "10", "--seconds", "4", steps=False)
+    assert figures["answers_ms"]["num"] == 40 and figures["code"] == 0
