@@ -11,7 +11,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ needs_extra = pytest.mark.skipif(
 class _Process:
     """A server as a child, and what it prints."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, program: Sequence[str] = ("-m", "rlfreeze_ds")) -> None:
         folder.mkdir(exist_ok=True)
         self.ready, self.log, self.token_file = folder / "ready", folder / "log", folder / "token"
         self.ready.unlink(missing_ok=True)
@@ -40,7 +40,7 @@ class _Process:
         with self.log.open("w") as log:
             self.child = subprocess.Popen(
                 [
-                    sys.executable, "-P", "-m", "rlfreeze_ds", "serve", "--port", "0", "--ready-file", str(self.ready),
+                    sys.executable, "-P", *program, "serve", "--port", "0", "--ready-file", str(self.ready),
                     "--token-file", str(self.token_file), "--exit-with-parent", *options,
                 ],
                 stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, cwd=folder,
