@@ -6,6 +6,7 @@ The server is the real one where that says more, else a stub; it runs outside of
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import glob
 import http.server
@@ -92,9 +93,10 @@ def watched_job(policy: dict[str, Any], delays: dict[str, float], destroy: bool,
     controller = engine.freeze_controller
     tuner, group = controller.tuner, controller.group
     _plan_once(controller)
-    calls: list[Took] = []
+    calls: dict[str, list[Took]] = {"offer": [], "take": []}
     if tuner is not None:
-        tuner.policy.offer, tuner.policy.take = _timed(tuner.policy.offer, calls), _timed(tuner.policy.take, calls)
+        for name, took in calls.items():
+            setattr(tuner.policy, name, _timed(getattr(tuner.policy, name), took))
     losses: list[float] = []
     steps: list[Took] = []
     thresholds: list[float] = []
@@ -116,6 +118,12 @@ def watched_job(policy: dict[str, Any], delays: dict[str, float], destroy: bool,
     else:
         ENGINES.append(engine)
     return found
+
+
+def _rank(*arguments: Any) -> None:
+    rank_main(*arguments)
+    # As an interpreter ends: it waits for threads, calls what atexit knows of, takes itself apart. A forked process would not.
+    ctypes.pythonapi.Py_Exit(0)
 
 
 def _plan_once(controller: Any) -> None:
@@ -161,16 +169,14 @@ class Job:
     """A running job whose policy is at ``server``. Every fault has processes of its own, forked from one that has imported
     what takes long."""
 
-    def __init__(
-        self, server: str, token_file: Path, *, destroy: bool = False, deadline_s: float = 0.5, interpreter: bool = False
-    ) -> None:
-        """``interpreter``: have each rank start and end as an interpreter of its own, which takes longer."""
+    def __init__(self, server: str, token_file: Path, *, destroy: bool = False, deadline_s: float = 0.5) -> None:
+        """``destroy``: its engine; else the job ends as most scripts do, which leave that to the end of the interpreter."""
         self.run_id = f"run-{time.monotonic_ns()}"
         policy = {
             "type": "rllib", "server": server, "token_file": str(token_file), "interval": INTERVAL, "patience_steps": PATIENCE,
             "run_id": self.run_id, "deadline_s": deadline_s,
         }  # fmt: skip
-        context = multiprocessing.get_context("spawn" if interpreter else "forkserver")
+        context = multiprocessing.get_context("forkserver")
         delays = {"first_delay_s": 0.05, "longest_delay_s": 0.2}  # so that there is more than one try
         self._counts, self._enough = context.Array("i", 2, lock=False), context.Event()
         with socket.socket() as probe:
@@ -179,7 +185,7 @@ class Job:
         self.results = [context.SimpleQueue() for _ in range(2)]
         arguments = (policy, delays, destroy, self._counts, self._enough)
         self.processes = [
-            context.Process(target=rank_main, args=(watched_job, rank, 2, port, self.results[rank], arguments), daemon=True)
+            context.Process(target=_rank, args=(watched_job, rank, 2, port, self.results[rank], arguments), daemon=True)
             for rank in range(2)
         ]
         for process in self.processes:
@@ -253,8 +259,9 @@ def check(ranks: list[Rank], says: list[str], *, moves: bool, level: int = loggi
     assert (len(set(first["thresholds"])) > 1) == moves, first["thresholds"]
 
     # What the policy takes of the training thread is what a step can be slower by because of it: nothing else there waits.
-    calls = [max(0.0, took.seconds - took.starved_s) for took in first["calls"]]
-    assert statistics.median(took.seconds for took in first["calls"]) < 0.001 and max(calls) < SLOW_S, sorted(calls)[-5:]
+    for name, calls in first["calls"].items():
+        median, longest = statistics.median(took.seconds for took in calls), max(took.seconds - took.starved_s for took in calls)
+        assert median < 0.001 and longest < SLOW_S, (name, median, longest)
     # And so it is: a client that waits hits all steps in which a window ends. A rank that had to wait for a core, as on a busy
     # machine, hits any step, of either rank.
     since = first["windows"].index(1)
@@ -351,27 +358,28 @@ def test_server_that_comes_late_is_found(token_file: Path) -> None:
         ranks = job.finish()
     thresholds = check(ranks, ["Connection refused", "again after"], moves=True, level=logging.INFO)
     assert len(set(thresholds[:25])) == 1
+    assert server.book.counts()["closed"] == 1, "a job that does not destroy its engine ends without a word"
     server.stop()
 
 
 @pytest.mark.parametrize(
-    ("deadline_s", "settings"),
+    ("deadline_s", "destroy"),
     [
-        pytest.param(1.5, {}, id="too late"),
-        pytest.param(60.0, {"destroy": True}, id="in time, the job ends before"),
-        pytest.param(60.0, {"interpreter": True}, id="in time, the job's interpreter ends before"),
+        pytest.param(1.5, False, id="too late"),
+        pytest.param(MOST_S, True, id="in time, the job ends before"),
+        pytest.param(MOST_S, False, id="in time, the job ends before, its engine left"),
     ],
 )
-def test_server_answers_after_30_s(token_file: Path, deadline_s: float, settings: dict[str, bool]) -> None:
+def test_server_answers_after_30_s(token_file: Path, deadline_s: float, destroy: bool) -> None:
     over = threading.Event()
 
     def late(handler: Handler, path: str, body: bytes) -> bool:
-        over.wait(30)
+        over.wait(30 if deadline_s < 30 else MOST_S)  # a busy machine may need more for the whole job
         return False
 
     server = StubServer(fault=late)
-    with job_at(server.url, token_file, deadline_s=deadline_s, **settings) as job:
-        job.until(lambda: len(server.requests) >= (2 if deadline_s < 30 else 1))
+    with job_at(server.url, token_file, deadline_s=deadline_s, destroy=destroy) as job:
+        job.until(lambda: len(server.requests) >= (3 if deadline_s < 30 else 1))
         ranks = job.finish()
     check(ranks, ["no answer within 1.5 s"] if deadline_s < 30 else [], moves=False)
     over.set()
