@@ -29,7 +29,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     processes = [
-        context.Process(target=_rank_main, args=(function, rank, world_size, port, results, args), daemon=True)
+        context.Process(target=rank_main, args=(function, rank, world_size, port, results, args), daemon=True)
         for rank in range(world_size)
     ]
     for process in processes:
@@ -65,9 +65,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     return [answers[rank] for rank in range(world_size)]
 
 
-def _rank_main(
-    function: Callable[..., Any], rank: int, world_size: int, port: int, results: Any, args: tuple[Any, ...]
-) -> None:
+def rank_main(function: Callable[..., Any], rank: int, world_size: int, port: int, results: Any, args: tuple[Any, ...]) -> None:
     # No LOCAL_SIZE: with it DeepSpeed's CPU communication op leaves 66 MiB of shared memory per rank and start behind for ever.
     os.environ.pop("LOCAL_SIZE", None)
     os.environ.update(

@@ -11,7 +11,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,13 @@ needs_extra = pytest.mark.skipif(
 class Process:
     """A server as a child, and what it prints."""
 
-    def __init__(self, folder: Path, *options: str, variables: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        program: Sequence[str] = ("-m", "rlfreeze_ds"),
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         folder.mkdir(exist_ok=True)
         self.ready, self.log, self.token_file = folder / "ready", folder / "log", folder / "token"
         self.ready.unlink(missing_ok=True)
@@ -43,7 +49,7 @@ class Process:
         with self.log.open("w") as log:
             self.child = subprocess.Popen(
                 [
-                    sys.executable, "-P", "-m", "rlfreeze_ds", "serve", "--port", "0", "--ready-file", str(self.ready),
+                    sys.executable, "-P", *program, "serve", "--port", "0", "--ready-file", str(self.ready),
                     "--token-file", str(self.token_file), "--exit-with-parent", *options,
                 ],
                 stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, cwd=folder,
