@@ -24,7 +24,7 @@ for name in ("--token-file", "--ready-file"):
     parser.add_argument(name, type=Path, required=True)
 parser.add_argument("--say")
 parser.add_argument("--looks", type=Path)
-for name in ("--train-batch", "--seed"):
+for name in ("--policy-file", "--train-batch", "--seed"):
     parser.add_argument(name)  # what a job tells the real one
 for name in ("--exit-with-parent", "--never-ready", "--deaf"):
     parser.add_argument(name, action="store_true")

@@ -40,7 +40,7 @@ from rlfreeze_ds.policy.observation import SIZE
 from tests import jobs
 from tests.harness import rank_main
 from tests.policy.stub_server import TOKEN, Handler, StubServer, until
-from tests.policy.test_serve import ROOT, _Process, needs_extra
+from tests.policy.test_serve import ROOT, Process, needs_extra
 from tests.test_engine import QUICK, build, slow_weight_gradients
 
 FEWEST_STEPS = 60
@@ -477,12 +477,12 @@ class Real:
         self._folder, self._port = folder, 0
         self.kept = folder / "kept"
         self.kept.mkdir(mode=0o700)
-        self.process: _Process | None = None
+        self.process: Process | None = None
 
-    def running(self) -> _Process:
+    def running(self) -> Process:
         if self.process is None or self.process.child.poll() is not None:
             options = ["--port", str(self._port), "--checkpoint-dir", str(self.kept), "--restore", "--train-batch", "8"]
-            self.process = _Process(self._folder, *options, "--seed", "1", program=("-c", OFTEN_SAVED))
+            self.process = Process(self._folder, *options, "--seed", "1", program=("-c", OFTEN_SAVED))
             self._port = self.process.port
         return self.process
 
@@ -503,7 +503,7 @@ def at(real: Real) -> tuple[str, Path]:
     return f"http://127.0.0.1:{process.port}", process.token_file
 
 
-def answered(process: _Process) -> float:
+def answered(process: Process) -> float:
     return process.metric("rlfreeze_answer_seconds_count")
 
 
