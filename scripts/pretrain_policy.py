@@ -48,7 +48,7 @@ HIDDEN = (64, 64)
 NUM_ENVS = 16
 BATCH = 5_120  # eight episodes of every environment
 PPO_SETTINGS: dict[str, Any] = {
-    "train_batch_size_per_learner": BATCH, "minibatch_size": 512, "num_epochs": 8, "lr": 5e-4, "gamma": 0.95, "lambda_": 0.95,
+    "train_batch_size_per_learner": BATCH, "minibatch_size": 512, "num_epochs": 8, "lr": 5e-4, "gamma": 0.97, "lambda_": 0.95,
     "grad_clip": 0.5, "entropy_coeff": 0.0, "vf_clip_param": 100.0, "clip_param": 0.2, "use_kl_loss": False,
 }  # fmt: skip
 START_LOG_STD = -0.7

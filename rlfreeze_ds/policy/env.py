@@ -30,7 +30,7 @@ class FreezeThresholdEnv(gymnasium.Env[np.ndarray, np.ndarray]):
     :mod:`rlfreeze_ds.policy.simulated_job` for what they do and :mod:`rlfreeze_ds.policy.job_traits` for their ranges.
 
     ## Action space
-    `Box(-1, 1, (2,), float32)`. Each threshold is multiplied by 1.5 to the power of its number, then clipped to [0.01, 100].
+    `Box(-1, 1, (2,), float32)`. Each threshold is multiplied by 2 to the power of its number, then clipped to [0.01, 100].
 
     | index | moves                                                                            |
     | ----- | -------------------------------------------------------------------------------- |

@@ -10,7 +10,7 @@ import numpy as np
 SMALLEST, LARGEST = 0.01, 100.0
 """Bounds of either threshold."""
 
-STEP_FACTOR = 1.5
+STEP_FACTOR = 2.0
 """An action of 1 multiplies its threshold by this, of -1 divides it."""
 
 NUM_ACTIONS = 2
