@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests import jobs
+from tests import test_engine as whole_backwards
 from tests.exact.cells import LAYERS, Cell
 from tests.exact.job import inner, optimizer_arguments, parts, pipeline_of
 from tests.exact.reference import inputs_of
@@ -46,7 +49,7 @@ class Mixed(nn.Module):
         self.last = nn.Linear(jobs.WIDTH, jobs.WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.shared(torch.relu(self.shared(self.norm(x)))) + self.positions)
+        x = torch.tanh(self.shared(torch.relu(self.shared(self.norm(x)))) + self.positions.view_as(x))
         return self.last(x + self.conv(x.unsqueeze(1)).squeeze(1))
 
 
@@ -84,7 +87,7 @@ def train(cell: Cell, delay: int | None) -> dict[str, Any]:
     from rlfreeze_ds.engine import BackwardInputPass, BackwardWeightPass
 
     engine = build_mixed(cell)
-    engine._weight_delay = delay
+    engine._split_backwards(delay)
     if cell.masks == "random":
         force_random_masks(engine)
     ran, most_kept = [], 0
@@ -188,3 +191,127 @@ def test_losses_and_weights_are_those_of_whole_backwards(cells: list[Cell]) -> N
 def test_with_data_parallel_replicas() -> None:
     cells = [Cell(mode, dp=2, stages=1, clip=0.05) for mode in ("fp32", "bf16", "bf16 zero1")]
     assert all(len(found) == 6 for found in run_ranks(split_job, 2, cells, [0, 2]))
+
+
+# -- against the single-process loop, micro-batch by micro-batch -----------------------------------------------------------
+
+
+def traced_job(num_stages: int, micro_batches: int, delay: int, plan: Any) -> dict[str, Any]:
+    """Per step the accumulated gradients after every W."""
+    from rlfreeze_ds.engine import BackwardWeightPass, FreezePipelineEngine
+
+    engine = whole_backwards.build(num_stages, jobs.ds_config(micro_batches, rlfreeze=BLOCK, gradient_clipping=0.0))
+    engine._split_backwards(delay)
+    whole_backwards.force_masks(engine, plan)
+    trace: list[dict[str, torch.Tensor]] = []
+
+    def traced(self: Any, **kwargs: Any) -> None:
+        FreezePipelineEngine._INSTRUCTION_MAP[BackwardWeightPass](self, **kwargs)
+        trace.append({n: p.grad.clone() for n, p in self.module.named_parameters() if p.grad is not None})
+
+    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, BackwardWeightPass: traced}
+    first, after, traces = jobs.weights(engine), [], []
+    for step in range(len(plan)):
+        trace.clear()
+        engine.train_batch(jobs.batches(step, micro_batches))
+        after.append(jobs.weights(engine))
+        traces.append(list(trace))
+    return {"first": first, "after": after, "traces": traces}
+
+
+@pytest.mark.parametrize(("num_stages", "delay"), [(1, 0), (2, 0), (2, 2)])
+def test_every_w_equals_a_single_process_loop(num_stages: int, delay: int) -> None:
+    plan = whole_backwards.random_masks(3, 4)
+    results = run_ranks(traced_job, num_stages, num_stages, 4, delay, plan)
+    after, accumulated = whole_backwards.reference_run(whole_backwards.merge(results, "first"), plan, "adamw")
+    for step in range(len(plan)):
+        for m in range(4):
+            got = whole_backwards.merge(results, "traces", step, m)
+            # A bias comes with I, so ahead of a W that is late.
+            compared = [name for name in accumulated[step][m] if delay == 0 or name.endswith("weight")]
+            assert compared and all(torch.equal(got[name], accumulated[step][m][name]) for name in compared), (step, m)
+        for name, weight in whole_backwards.merge(results, "after", step).items():
+            assert torch.equal(weight, after[step][name]), (step, name)
+
+
+# -- what else a job does --------------------------------------------------------------------------------------------------
+
+
+def interrupted_job() -> dict[str, Any]:
+    """An error in the middle of a batch. (Stock's timers let nobody train on after one.)"""
+    from rlfreeze_ds.engine import BackwardInputPass, FreezePipelineEngine
+
+    engine = build_mixed(Cell("fp32", stages=1))
+    engine._split_backwards(AT_THE_END)
+    kept: list[Any] = []
+
+    def failing(self: Any, **kwargs: Any) -> None:
+        FreezePipelineEngine._INSTRUCTION_MAP[BackwardInputPass](self, **kwargs)
+        if kwargs["micro_batch_id"] == 2:
+            kept.extend(
+                weakref.ref(tensor) for pairs in self._weight_gradients._kept.values() for pair in pairs
+                for tensor in (pair.x, pair.gradient)
+            )  # fmt: skip
+            raise ZeroDivisionError
+
+    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, BackwardInputPass: failing}
+    with pytest.raises(ZeroDivisionError):
+        engine.train_batch(iter([inputs_of(Cell(), 0, m, 0) for m in range(4)]))
+    gc.collect()
+    return {
+        "pairs": len(kept) // 2, "kept": engine._weight_gradients.num_kept, "alive": sum(ref() is not None for ref in kept),
+        "linear": functional.linear is torch._C._nn.linear,
+    }  # fmt: skip
+
+
+def test_an_error_in_the_middle_of_a_batch_leaves_no_pair() -> None:
+    (found,) = run_ranks(interrupted_job, 1)
+    assert found == {"pairs": 3 * 4 * LAYERS, "kept": 0, "alive": 0, "linear": True}
+
+
+def watched_job() -> dict[str, Any]:
+    """The profiler's kinds, in a run with evaluations between the steps."""
+    found: dict[str, Any] = {}
+    for delay in (None, 1):
+        engine = build_mixed(Cell("fp32"))
+        engine._split_backwards(delay)
+        seen: list[Any] = []
+        end_step = engine.freeze_controller.end_step
+
+        def watched(masks: Any, loss: Any, timings: Any, *args: Any, sink: Any = seen, end: Any = end_step, **kw: Any) -> None:
+            sink.extend(timings)
+            end(masks, loss, timings, *args, **kw)
+
+        engine.freeze_controller.end_step = watched
+        losses = []
+        for step in range(3):
+            losses.append(float(engine.train_batch(iter([inputs_of(Cell(), step, m, 0) for m in range(4)]))))
+            losses.append(float(engine.eval_batch(iter([inputs_of(Cell(), 99, m, 0) for m in range(4)]))))
+        found[str(delay)] = {"kinds": sorted(seen[-1].seconds), "losses": losses, "timing": seen[-1]}
+    return found
+
+
+def test_i_and_w_are_timed_and_evaluations_are_untouched() -> None:
+    for found in run_ranks(watched_job, 2):
+        assert found["None"]["losses"] == found["1"]["losses"]
+        assert found["None"]["kinds"] == [(kind, m) for kind in "BF" for m in range(4)]
+        assert found["1"]["kinds"] == [(kind, m) for kind in "FIW" for m in range(4)]
+        timing = found["1"]["timing"]
+        assert all(0 < seconds < timing.makespan_s for seconds in timing.seconds.values())
+        whole = timing.with_whole_backwards().seconds
+        assert whole[("B", 1)] == timing.seconds[("I", 1)] + timing.seconds[("W", 1)] and len(whole) == 8
+
+
+def refusal_job() -> str:
+    from rlfreeze_ds.errors import UnsupportedError
+
+    engine = build_mixed(Cell("fp32", stages=1))
+    engine._config.activation_checkpointing_config.contiguous_memory_optimization = True
+    with pytest.raises(UnsupportedError) as caught:
+        engine._split_backwards(1)
+    engine._split_backwards(None)
+    return str(caught.value)
+
+
+def test_a_mode_that_overwrites_kept_inputs_is_refused() -> None:
+    assert "activation_checkpointing.contiguous_memory_optimization" in run_ranks(refusal_job, 1)[0]

@@ -148,8 +148,9 @@ class WeightGradients:
     def _copy_shared(self, pairs: Sequence[KeptPair], buffers: Sequence[Tensor]) -> None:
         """Copy the gradients whose memory somebody else will write to: a buffer, or what a parameter accumulates in, which may
         be the very tensor that autograd passed on to it."""
-        caught = {id(parameter) for pair in pairs for parameter in pair.operation.parameters}
-        accumulated = (p.grad for p in self._parameters if p.grad is not None and id(p) not in caught)
+        if not pairs:
+            return
+        accumulated = (parameter.grad for parameter in self._parameters if parameter.grad is not None)
         dense = (tensor for tensor in (*buffers, *accumulated) if tensor.layout == torch.strided)
         shared = {tensor.untyped_storage().data_ptr() for tensor in dense}
         for pair in pairs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -143,6 +144,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], torch.dtype, in
         lambda: Called(lambda m, x: functional.conv1d(x, m.w, 2 * m.b), w=(5, 4, 3), b=(5,)), (2, 4, 9), FP32, 0,
     ),
     "view of a weight: whole": (lambda: Called(lambda m, x: functional.linear(x, m.w.t()), w=(8, 5)), (6, 8), FP32, 0),
+    "column-major weight: whole": (lambda: Transposed(), (6, 8), FP32, 0),
     "matmul: whole": (lambda: Called(lambda m, x: x @ m.w, w=(8, 5)), (6, 8), FP32, 0),
     "by keywords": (lambda: Called(lambda m, x: functional.linear(bias=m.b, weight=m.w, input=x), **LIN), (6, 8), FP32, 1),
     "a weight used four times": (lambda: Called(shared, w=(8, 8), b=(8,)), (6, 8), FP32, 4),
@@ -152,7 +154,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], torch.dtype, in
     "a parameter as input": (lambda: Called(as_input, table=(5, 8), w=(8, 8)), (6, 8), FP32, 1),
     "embedding": (lambda: nn.Embedding(11, 8), (6, 4), LONG, 1),
     "embedding with padding": (lambda: nn.Embedding(11, 8, padding_idx=3), (6, 40), LONG, 1),
-    "embedding padding at the end": (lambda: nn.Embedding(11, 8, padding_idx=-2), (6, 40), LONG, 1),
+    "embedding, padding counted from the end": (
+        lambda: Called(lambda m, x: functional.embedding(x, m.w, padding_idx=-2), w=(11, 8)), (6, 40), LONG, 1,
+    ),
     "embedding by frequency": (lambda: nn.Embedding(11, 8, scale_grad_by_freq=True), (6, 40), LONG, 1),
     "sparse embedding: whole": (lambda: nn.Embedding(11, 8, sparse=True), (6, 4), LONG, 0),
     "embedding with max_norm: whole": (lambda: nn.Embedding(11, 8, max_norm=1.0), (6, 4), LONG, 0),
@@ -175,6 +179,15 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], torch.dtype, in
     ),
     "lstm: whole but for its head": (lambda: Recurrent(), (3, 7, 8), FP32, 1),
 }  # fmt: skip
+
+
+class Transposed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(8, 5).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.w)
 
 
 class SelfAttention(nn.Module):
@@ -222,6 +235,21 @@ def test_what_a_checkpoint_computes_again_is_caught(reentrant: bool) -> None:
         return checkpoint(model[1:], checkpoint(model[:2], once, use_reentrant=reentrant), use_reentrant=reentrant)
 
     assert compare(model, (6, 8), FP32, call) == [3, 3]
+
+
+def test_a_column_major_input_gets_a_column_major_gradient() -> None:
+    """As autograd gives it: whoever comes next in the backward computes with it as it lies."""
+    model = nn.Linear(8, 5)
+    split = WeightGradients(list(model.parameters()))
+    strides = []
+    for catching in (nullcontext(), split.forward()):
+        x = inputs((8, 6)).t()
+        x.register_hook(lambda gradient: strides.append(gradient.stride()))
+        with catching:
+            y = model(x)
+        with split.backward(0, []):
+            y.square().sum().backward()
+    assert strides == [(1, 6), (1, 6)]
 
 
 def test_several_backwards_in_one_i_accumulate_one_by_one() -> None:
@@ -429,9 +457,9 @@ def test_a_gradient_that_became_an_accumulator_is_copied() -> None:
     micro-batch is added in it."""
 
     def embed(m: Any, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, m.w).view(1, 35) + m.positions
+        return torch.tanh(functional.linear(x, m.w) + m.positions.unsqueeze(0))
 
-    model = Called(embed, w=(5, 8), positions=(1, 35))
+    model = Called(embed, w=(5, 8), positions=(7, 5))
     early, late = (run_two(model, None, late) for late in (False, True))
     assert all(torch.equal(early[name], late[name]) for name in early)
 
