@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -94,14 +94,22 @@ class WeightGradients:
 
     def run(self, micro_batch_id: int) -> None:
         """W: accumulate what was kept of ``micro_batch_id``."""
-        for _, pairs in groupby(self._kept.pop(micro_batch_id, ()), key=lambda pair: pair.backward_id):
+        kept = self._kept.pop(micro_batch_id, [])
+        while kept:
+            pairs = list(takewhile(lambda pair: pair.backward_id == kept[0].backward_id, kept))
+            del kept[: len(pairs)]
             # Autograd takes the youngest node first: made last to first, they run as in the whole backward, so that the terms
-            # of a weight that was used twice are added in the same order.
+            # of a weight that was used twice are added in the same order. Each lets go of its pair: nothing else holds it.
             with torch.enable_grad():
-                ends = [_Weights.apply([pair], *pair.operation.parameters) for pair in reversed(list(pairs))]
+                ends = []
+                while pairs:
+                    parameters = pairs[-1].operation.parameters
+                    ends.append(_Weights.apply([pairs.pop()], *parameters))
             ends = [end for end in ends if end.requires_grad]  # else the user froze it meanwhile
             if ends:
-                torch.autograd.backward(ends, [torch.zeros_like(end) for end in ends])
+                blank = {end.dtype: end for end in ends}  # a value that nobody looks at
+                blank = {dtype: end.detach() for dtype, end in blank.items()}
+                torch.autograd.backward(ends, [blank[end.dtype] for end in ends])
 
     def clear(self) -> None:
         """The batch is over, or ended with an error: nothing is kept."""

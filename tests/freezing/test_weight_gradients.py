@@ -526,14 +526,17 @@ def test_an_error_in_i_leaves_nothing_behind() -> None:
     assert model[0].weight.grad is not None
 
 
-def test_w_lets_go_of_each_pair_once_it_is_used() -> None:
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_w_lets_go_of_each_pair_once_it_is_used(checkpointed: bool) -> None:
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
     split = WeightGradients(list(model.parameters()))
+    x = inputs((6, 8))
     with split.forward():
-        y = model(inputs((6, 8)))
+        for layer in model:
+            x = checkpoint(layer, x, use_reentrant=True) if checkpointed else layer(x)
     with split.backward(0, []):
-        y.square().sum().backward()
-    del y
+        x.square().sum().backward()
+    del x
     kept = [weakref.ref(pair) for pair in split._kept[0]]
     alive: list[int] = []
     for layer in model:
