@@ -15,7 +15,7 @@ from torch.nn import functional
 from tests import jobs
 from tests import test_engine as whole_backwards
 from tests.exact.cells import LAYERS, Cell
-from tests.exact.job import inner, optimizer_arguments, parts, pipeline_of
+from tests.exact.job import optimizer_arguments, parts, pipeline_of
 from tests.exact.reference import inputs_of
 from tests.harness import run_ranks
 
@@ -98,7 +98,7 @@ def train(cell: Cell, delay: int | None) -> dict[str, Any]:
         def run(self: Any, **kwargs: Any) -> None:
             nonlocal most_kept
             ran.append(("I" if kind is BackwardInputPass else "W", kwargs["micro_batch_id"]))
-            waiting = self._weight_gradients.num_kept
+            waiting, given = self._weight_gradients.num_kept, self._weight_gradients.waiting(kwargs["micro_batch_id"])
             handler(self, **kwargs)
             most_kept = max(most_kept, self._weight_gradients.num_kept)
             if kind is BackwardInputPass:
@@ -107,6 +107,8 @@ def train(cell: Cell, delay: int | None) -> dict[str, Any]:
                 assert not frozen & kept, "a pair of a masked unit was kept"
             else:
                 assert self._weight_gradients.num_kept <= waiting
+                if type(self.optimizer).__name__ == "BF16_Optimizer":  # else the next I would add it up again, or zeros
+                    assert all(parameter.grad is None for parameter in given)
 
         return run
 
@@ -134,8 +136,7 @@ def train(cell: Cell, delay: int | None) -> dict[str, Any]:
     timing = engine.freeze_controller.history._recent or engine.freeze_controller.history._calibration
     return {
         "losses": losses, "state": state, "fired": fired, "ran": ran, "most kept": most_kept,
-        "timed": sorted(timing[-1].timing.seconds), "optimizer": type(engine.optimizer).__name__,
-        "inner": type(inner(engine)).__name__,
+        "timed": sorted(timing[-1].timing.seconds),
     }  # fmt: skip
 
 
@@ -181,9 +182,14 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize("cells", [CELLS[:5], CELLS[5:]], ids=["fp32", "zero and bf16"])
-def test_losses_and_weights_are_those_of_whole_backwards(cells: list[Cell]) -> None:
-    for found in run_ranks(split_job, 2, cells, [0, 1, 2, AT_THE_END]):
+@pytest.mark.parametrize(
+    ("cells", "delays"),
+    [(CELLS[:5], [0, 1, 2, AT_THE_END]), (CELLS[5:], [0, 2, AT_THE_END])],
+    ids=["fp32", "zero and bf16"],
+)
+def test_losses_and_weights_are_those_of_whole_backwards(cells: list[Cell], delays: list[int]) -> None:
+    for found in run_ranks(split_job, 2, cells, delays):
+        assert len(found) == len(cells) * len(delays)
         for where, ran in found.items():
             assert ran == order(4, int(where.split()[-2])), where
 
