@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,60 +22,26 @@ from rlfreeze_ds.freezing.gradients import Bf16Gradients, find_gradients, settle
 from rlfreeze_ds.freezing.masks import Mask, masked
 from rlfreeze_ds.freezing.optimizer import check_optimizer_config, find_step_hooks
 from rlfreeze_ds.freezing.units import find_units, shape_of
-from rlfreeze_ds.planning.schedule import command_name
-from rlfreeze_ds.support import check_something_to_train, check_supported_config, check_supported_engine
+from rlfreeze_ds.freezing.weight_gradients import WeightGradients
+from rlfreeze_ds.masked_schedule import (
+    BackwardInputPass,
+    BackwardWeightPass,
+    MaskedBackwardPass,
+    MaskedForwardPass,
+    MaskedSchedule,
+)
+from rlfreeze_ds.support import (
+    check_something_to_train,
+    check_split_backward,
+    check_supported_config,
+    check_supported_engine,
+)
 from rlfreeze_ds.telemetry.profiler import InstructionProfiler
 from rlfreeze_ds.telemetry.run_log import RunLog
 
 RUN_DIR_VARIABLE = "RLFREEZE_RUN_DIR"
 # Tied weights never freeze: a copy that froze alone would leave the others waiting in their all-reduce.
 TIED = "tied_modules.*"
-
-
-class MaskedForwardPass(ds_schedule.ForwardPass):
-    """A ForwardPass that knows its micro-batch and what is frozen for it."""
-
-    def __init__(self, buffer_id: int, micro_batch_id: int, mask: Mask) -> None:
-        super().__init__(buffer_id, micro_batch_id=micro_batch_id, mask=mask)
-
-
-class MaskedBackwardPass(ds_schedule.BackwardPass):
-    """A BackwardPass that knows its micro-batch and what is frozen for it."""
-
-    def __init__(self, buffer_id: int, micro_batch_id: int, mask: Mask) -> None:
-        super().__init__(buffer_id, micro_batch_id=micro_batch_id, mask=mask)
-
-
-class MaskedSchedule:
-    """A training schedule whose forward and backward passes carry masks; everything else passes through."""
-
-    def __init__(self, pipe_schedule: ds_schedule.PipeSchedule, step_masks: StepMasks) -> None:
-        self._schedule = pipe_schedule
-        self._masks = step_masks.masks
-        self.order: list[str] = []
-        """What ran so far, in the words of :func:`rlfreeze_ds.planning.schedule.from_commands`."""
-
-    def num_pipe_buffers(self) -> int:
-        """As the wrapped schedule."""
-        return self._schedule.num_pipe_buffers()
-
-    def __iter__(self) -> Iterator[list[ds_schedule.PipeInstruction]]:
-        # A mask belongs to a micro-batch, and stock instructions carry only a cyclic buffer_id: count them.
-        num_forward = num_backward = 0
-        for commands in self._schedule:
-            masked_commands = []
-            for command in commands:
-                name = command_name(command)
-                if name is not None:
-                    self.order.append(name)
-                if type(command) is ds_schedule.ForwardPass:
-                    command = MaskedForwardPass(command.buffer_id, num_forward, self._masks[num_forward])
-                    num_forward += 1
-                elif type(command) is ds_schedule.BackwardPass:
-                    command = MaskedBackwardPass(command.buffer_id, num_backward, self._masks[num_backward])
-                    num_backward += 1
-                masked_commands.append(command)
-            yield masked_commands
 
 
 class FreezeEngineMixin:
@@ -90,12 +56,17 @@ class FreezeEngineMixin:
         check_supported_engine(self)
         self._gradients = find_gradients(self.optimizer)
         self._step_hooks = find_step_hooks(self.optimizer)
+        optimized = self._gradients.parameters()
         units, barrier = find_units(
-            self.module.named_parameters(), config.unit, [*config.exclude, TIED], optimized=self._gradients.parameters()
+            self.module.named_parameters(), config.unit, [*config.exclude, TIED], optimized=optimized
         )
         trainable = sum(parameter.requires_grad for parameter in self.module.parameters())
         has_others = trainable > sum(len(unit.parameters) for unit in units)
         self._mask_now: Mask = ()
+        self._weight_gradients = WeightGradients(
+            [parameter for parameter in self.module.parameters() if id(parameter) in optimized]
+        )
+        self._weight_delay: int | None = None
         checkpoint = self.module.activation_checkpoint_func
         if checkpoint is not ds_checkpointing.non_reentrant_checkpoint:
             self.module.activation_checkpoint_func = self._keeping_gradients(checkpoint)
@@ -116,17 +87,28 @@ class FreezeEngineMixin:
 
     # -- one batch ----------------------------------------------------------------------------------------------------
 
+    def _split_backwards(self, weight_delay: int | None) -> None:
+        """From the next batch on: as :class:`MaskedSchedule` says.
+
+        Raises:
+            UnsupportedError
+        """
+        if weight_delay is not None:
+            check_split_backward(self._config)
+        self._weight_delay = weight_delay
+
     def _exec_schedule(self, pipe_schedule: ds_schedule.PipeSchedule) -> None:
         if isinstance(pipe_schedule, ds_schedule.InferenceSchedule):
             super()._exec_schedule(pipe_schedule)
             return
         self._step_masks = self.freeze_controller.begin_step(self.micro_batches)
         self._settled = self._observed = False
-        schedule = MaskedSchedule(pipe_schedule, self._step_masks)
+        schedule = MaskedSchedule(pipe_schedule, self._step_masks, self._weight_delay)
         try:
             super()._exec_schedule(schedule)
             self._freeze_profiler.end_schedule()
         finally:
+            self._weight_gradients.clear()
             self._gradients.finish()
             if self._step_hooks is not None:
                 self._step_hooks.finish()
@@ -178,17 +160,39 @@ class FreezeEngineMixin:
 
     def _exec_masked_forward(self, buffer_id: int, micro_batch_id: int, mask: Mask) -> None:
         self._mask_now = mask
-        with masked(self.freeze_controller.units, mask), self._freeze_profiler.record("F", micro_batch_id):
+        catching = nullcontext() if self._weight_delay is None else self._weight_gradients.forward()
+        with masked(self.freeze_controller.units, mask), catching, self._freeze_profiler.record("F", micro_batch_id):
             _stock(ds_schedule.ForwardPass)(self, buffer_id)
 
     def _exec_masked_backward(self, buffer_id: int, micro_batch_id: int, mask: Mask) -> None:
         self._mask_now = mask
         with masked(self.freeze_controller.units, mask), self._freeze_profiler.record("B", micro_batch_id):
-            if self.is_last_stage():
-                if self.loss.requires_grad:
-                    _stock(ds_schedule.BackwardPass)(self, buffer_id)
-                return
+            self._backward_live(buffer_id)
+
+    def _exec_backward_input(self, buffer_id: int, micro_batch_id: int, mask: Mask) -> None:
+        self._mask_now = mask
+        # The next gradient is received in the same memory.
+        received = () if self.is_last_stage() or self.grad_layer is None else self.grad_layer
+        received = (received,) if torch.is_tensor(received) else received
+        with masked(self.freeze_controller.units, mask), self._freeze_profiler.record("I", micro_batch_id):
+            with self._weight_gradients.backward(micro_batch_id, received):
+                self._backward_live(buffer_id)
+
+    def _exec_backward_weight(self, micro_batch_id: int) -> None:
+        with self._freeze_profiler.record("W", micro_batch_id):
+            self._running_engine_backward = True  # as in stock's backward of a stage, for the hooks of ZeRO
+            try:
+                with self._gradients.late_backward(self._weight_gradients.waiting(micro_batch_id)):
+                    self._weight_gradients.run(micro_batch_id)
+            finally:
+                self._running_engine_backward = False
+
+    def _backward_live(self, buffer_id: int) -> None:
+        """Stock's backward of what needs one."""
+        if not self.is_last_stage():
             self._backward_live_outputs(buffer_id)
+        elif self.loss.requires_grad:
+            _stock(ds_schedule.BackwardPass)(self, buffer_id)
 
     def _backward_live_outputs(self, buffer_id: int) -> None:
         """Stock's backward on the outputs that need a gradient. With its whole mask frozen a first stage has none: the
@@ -313,6 +317,8 @@ class FreezePipelineEngine(FreezeEngineMixin, PipelineEngine):
         **PipelineEngine._INSTRUCTION_MAP,
         MaskedForwardPass: FreezeEngineMixin._exec_masked_forward,
         MaskedBackwardPass: FreezeEngineMixin._exec_masked_backward,
+        BackwardInputPass: FreezeEngineMixin._exec_backward_input,
+        BackwardWeightPass: FreezeEngineMixin._exec_backward_weight,
         ds_schedule.ReduceTiedGrads: FreezeEngineMixin._exec_settled_reduce_tied_grads,
         ds_schedule.ReduceGrads: FreezeEngineMixin._exec_settled_reduce_grads,
     }

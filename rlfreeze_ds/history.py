@@ -61,7 +61,7 @@ class StepHistory:
     def add(self, timing: StepTiming, masks: StepMasks) -> None:
         """Take a step whose times are known."""
         kept = self._calibration if masks.phase in ("warmup", "profile") else self._recent
-        kept.append(self._measured(timing, masks))
+        kept.append(self._measured(timing.with_whole_backwards(), masks))
 
     def _measured(self, timing: StepTiming, masks: StepMasks) -> _Measured:
         forward = tuple(seconds for (kind, _), seconds in timing.seconds.items() if kind == "F")

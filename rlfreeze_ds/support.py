@@ -96,6 +96,20 @@ def check_supported_config(config: Any) -> None:
         )
 
 
+def check_split_backward(config: Any) -> None:
+    """Refuse a mode in which what a W needs would be overwritten before it runs.
+
+    Raises:
+        UnsupportedError
+    """
+    checkpointing = getattr(config, "activation_checkpointing_config", None)
+    if getattr(checkpointing, "contiguous_memory_optimization", False):
+        raise UnsupportedError(
+            "activation_checkpointing.contiguous_memory_optimization = true: it reuses the memory of inputs, which "
+            "a split backward still needs. Set it to false, or leave the backward whole."
+        )
+
+
 def _enabled(config: Any, section: str, flag: str) -> bool:
     """DeepSpeed 0.16 has the flag, later versions the section."""
     enabled = getattr(getattr(config, section, None), "enabled", None)

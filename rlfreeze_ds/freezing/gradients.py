@@ -12,7 +12,8 @@ A unit that was frozen in every micro-batch takes part in none of it: no gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -42,6 +43,9 @@ class GradientStore(Protocol):
     def reduced(self, parameter: Parameter) -> torch.Tensor | None:
         """After the reduction: the mean over the replicas, or this rank's part of it, or None."""
 
+    def late_backward(self, parameters: Sequence[Parameter]) -> AbstractContextManager[None]:
+        """Around a backward that the engine does not run itself, and that gives ``parameters`` a gradient."""
+
     def finish(self) -> None:
         """After the step, or after an error in it."""
 
@@ -69,6 +73,9 @@ class ParameterGradients:
         if parameter.requires_grad:  # else the user froze it meanwhile
             parameter.requires_grad_(False)
             self._dropped.append(parameter)
+
+    def late_backward(self, parameters: Sequence[Parameter]) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def finish(self) -> None:
         for parameter in self._dropped:
@@ -100,6 +107,9 @@ class ZeroGradients:
             return None
         # Not through the mapping: 0.16.9 puts another dict in the place of this one after an overflow.
         return self._optimizer.averaged_gradients[mapping.param_group_index][parameter._index_in_param_group]
+
+    def late_backward(self, parameters: Sequence[Parameter]) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def finish(self) -> None:
         pass
@@ -166,6 +176,18 @@ class Bf16Gradients:
             self._optimizer.fp32_groups_gradients[i][j].fill_(STAND_IN)
             self._optimizer.fp32_groups_has_gradients[i][j] = True
             return
+
+    @contextmanager
+    def late_backward(self, parameters: Sequence[Parameter]) -> Iterator[None]:
+        # DeepSpeed adds what a backward left in ``grad`` to the buffer, of all parameters at once; here, of these alone.
+        if not self._optimizer.immediate_grad_update:
+            for parameter in parameters:
+                parameter.grad = None
+        yield
+        if not self._optimizer.immediate_grad_update:
+            for parameter in parameters:
+                self._optimizer._update_hp_grad(parameter, *self._place[id(parameter)], clear_lp_grads=False)
+                parameter.grad = None  # else the next whole backward would look at it too
 
     def finish(self) -> None:
         if self._dropped:

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,14 @@ class StepTiming:
     seconds: dict[tuple[str, int], float]
     makespan_s: float
     tail_s: float = 0.0
+
+    def with_whole_backwards(self) -> StepTiming:
+        """With the I and the W of a micro-batch, where its backward was split, as one B."""
+        seconds: dict[tuple[str, int], float] = {}
+        for (kind, micro_batch_id), taken in self.seconds.items():
+            key = ("F" if kind == "F" else "B", micro_batch_id)
+            seconds[key] = seconds.get(key, 0.0) + taken
+        return replace(self, seconds=seconds)
 
 
 class InstructionProfiler:
