@@ -16,7 +16,7 @@ from gymnasium.utils.env_checker import check_env
 from rlfreeze_ds.errors import ConfigError
 from rlfreeze_ds.policy.env import ENV_ID, START, FreezeThresholdEnv
 from rlfreeze_ds.policy.job_traits import HELD_OUT_JOBS
-from rlfreeze_ds.policy.observation import HIGH, LOW, NAMES, SIZE, Thresholds
+from rlfreeze_ds.policy.observation import HIGH, LOW, NAMES, SIZE, STEP_FACTOR, Thresholds
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,7 +86,7 @@ def test_actions_move_the_thresholds_and_reset_restores_them() -> None:
     env = FreezeThresholdEnv()
     env.reset(seed=0)
     observation, *_ = env.step(np.array([1.0, -1.0], dtype=np.float32))
-    expected = np.log([START.gradient * 1.5, START.variation / 1.5])
+    expected = np.log([START.gradient * STEP_FACTOR, START.variation / STEP_FACTOR])
     assert observation[-2:] == pytest.approx(expected, rel=1e-6)
     observation, _ = env.reset(seed=0)
     assert observation[-2:] == pytest.approx(np.log([START.gradient, START.variation]))
