@@ -68,7 +68,7 @@ LINE_S = 15.0
 
 @dataclass(frozen=True)
 class Scaling:
-    """Observations to learn from have mean 0 and standard deviation 1 on training jobs. As a job reports them, what decides whether
+    """Observations to learn from have mean 0 and standard deviation 1 on training jobs. As jobs report them, what decides whether
     freezing pays (kept progress, throughput: a tenth up or down) would drown in what moves by whole units."""
 
     mean: np.ndarray
