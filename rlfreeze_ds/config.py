@@ -38,6 +38,11 @@ class CriterionConfig(_Strict):
 class PlanningConfig(_Strict):
     """WHERE and HOW MUCH: the linear program over the schedule's DAG."""
 
+    schedule: Literal["stock", "zb-h1"] = Field(
+        "stock",
+        description="stock: DeepSpeed's 1F1B; zb-h1: each backward in two, so that a stage does weight gradients where it would "
+        "wait, with no more activations alive than the first stage of 1F1B has",
+    )
     max_freeze_ratio: float = Field(
         0.5,
         ge=0,
