@@ -137,7 +137,7 @@ def test_no_more_buffers_than_stock_and_the_order_of_zb_h1() -> None:
     [
         (("F SA RG I W F SA RG I W", "RA F I W SG RA F I W"), "stage 0 at RecvGrad"),
         (("F SA F SA RG I W RG I W", "RA F RA F I I SG SG W W"), "the loss or gradient of another"),  # one loss on the last stage
-        (("F SA F SA RG RG I I W W", "RA F I SG RA F I SG W W"), "a gradient that is still needed"),
+        (("F SA F SA RG RG I I W W", "RA F I RA F I SG SG W W"), "a gradient that is still needed"),
         (("F F SA RG SA I W RG I W", "RA F I RA SG F I SG W W"), "stage 0 at RecvGrad.*stage 1 at RecvActivation"),
         (("F SA RG W I", "RA F I SG W"), "a W before its I"),
     ],
