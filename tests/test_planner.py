@@ -18,7 +18,7 @@ import pytest
 
 from rlfreeze_ds import plan_process
 from rlfreeze_ds.config import FreezeConfig
-from rlfreeze_ds.decision import batch_seconds, decide
+from rlfreeze_ds.decision import PREDICTED_STEPS, batch_seconds, decide
 from rlfreeze_ds.errors import SolverError
 from rlfreeze_ds.freezing.shape import StageShape
 from rlfreeze_ds.plan_process import PlanProcess, worker_environment
@@ -27,7 +27,8 @@ from rlfreeze_ds.planning.builders import one_f_one_b
 from rlfreeze_ds.planning.dag import PipelineDag
 from rlfreeze_ds.planning.fit import StageFit
 from rlfreeze_ds.planning.progress import StageGradients
-from rlfreeze_ds.planning.schedule import from_commands
+from rlfreeze_ds.planning.schedule import from_commands, to_commands
+from rlfreeze_ds.planning.transfers import blocking_zb_h1
 from tests import jobs
 from tests.harness import run_ranks
 from tests.planning.test_main import python
@@ -130,6 +131,40 @@ def test_an_answer_is_the_decision_for_the_transfer_that_meets_the_measured_batc
     assert answered.decision == decide(7, REQUEST.config, dag, REQUEST.stages(), answered.transfer_s)
     assert answered.transfer_s > 0 and answered.decision.unfrozen_makespan_s == pytest.approx(16.0)
     assert answer(replace(REQUEST, unfrozen_makespan_s=None, transfer_s=0.5)).transfer_s == 0.5
+
+
+def test_a_plan_for_zb_h1_freezes_w_and_predicts_the_batch_of_i_and_w() -> None:
+    orders = to_commands(blocking_zb_h1(2, MICRO_BATCHES))
+    first = StageFit(1.0, 2.0, 0.9, weight_s=1.0, weight_saving_s=0.7)
+    fits = (first, StageFit(1.0, 2.1, 1.1, weight_s=1.3, weight_saving_s=1.1))
+    config = FreezeConfig(enabled=True, selection="spread")
+    request = replace(REQUEST, orders=orders, fits=fits, unfrozen_makespan_s=None, config=config)
+    assert PlanRequest.from_json(request.to_json()) == request
+    decision = answer(request).decision
+    check_answer(request, answer(request))
+    schedule = from_commands(orders)
+    dag = PipelineDag(schedule)
+
+    def seconds(stage: int, kind: str, share: float) -> float:
+        fit = fits[stage]
+        return {
+            "F": 1.0,
+            "I": fit.backward_s - fit.weight_s - share * (fit.weight_gradient_s - fit.weight_saving_s),
+            "W": fit.weight_s - share * fit.weight_saving_s,
+        }[kind]
+
+    unfrozen = dag.simulate({i: seconds(i.stage_id, i.kind, 0.0) for i in schedule.instructions}).makespan
+    assert decision.unfrozen_makespan_s == pytest.approx(unfrozen)
+    assert unfrozen < answer(replace(request, orders=ORDERS)).decision.unfrozen_makespan_s
+    assert 0 < decision.mean_freeze_ratio <= 0.5 + 1e-9
+    predicted = []
+    for step in range(request.step, request.step + PREDICTED_STEPS):
+        masks = [decision.masks(request.config, shape, step) for shape in request.shapes]
+        shares = [[sum(0.1 * (unit + 1) for unit in mask) for mask in row] for row in masks]
+        durations = {i: seconds(i.stage_id, i.kind, shares[i.stage_id][i.micro_batch_id]) for i in schedule.instructions}
+        predicted.append(dag.simulate(durations).makespan)
+    assert decision.predicted_makespan_s == pytest.approx(sum(predicted) / len(predicted))
+    assert decision.predicted_makespan_s < 0.95 * unfrozen
 
 
 def test_the_transfer_follows_the_steps_under_the_present_plan() -> None:

@@ -157,7 +157,7 @@ def train(cell: Cell, delay: int | None) -> dict[str, Any]:
     timing = engine.freeze_controller.history._recent or engine.freeze_controller.history._calibration
     return {
         "losses": losses, "state": state, "fired": fired, "ran": ran, "most kept": most_kept,
-        "timed": sorted(timing[-1].timing.seconds),
+        "timed": sorted(timing[-1].timing.with_whole_backwards().seconds),
     }  # fmt: skip
 
 
