@@ -3,8 +3,8 @@
 What it does: reads a profile (CSV of ``rlfreeze_ds.planning.profile``) and runs its pipeline, one process a stage and replica,
 over gloo. A layer sleeps for its share of its stage's forward, input-gradient (I) and weight-gradient (W) seconds, and skips I or
 W exactly when autograd skips the work; B unfrozen = I + W, B frozen = I. Stock's engine and one of ours per ``--schedule`` and
-``max_freeze_ratio`` live in the same processes and train in turn on the same batches; under zb-h1 ours run I and W apart. They get
-nothing but a config: they measure, fit and plan.
+``max_freeze_ratio`` live in the same processes and train in turn on the same batches; under zb-h1 ours run I and W apart. They
+get nothing but a config: they measure, fit and plan.
 How to run: OMP_NUM_THREADS=1 python benchmarks/emulated_pipeline.py --json benchmarks/records/emulated_pipeline.json
 What to expect: some three minutes. Per engine: seconds of a batch (median, quartiles), batches per second against stock (median
 of paired ratios), realised freeze ratio, predicted against measured seconds, and what a batch takes beyond the profile. Sleeping
