@@ -105,6 +105,10 @@ class FreezeController:
             mean = sum(shares) / len(shares)
         return StepMasks(self.step, self.phase, self._masks(self.shape, num_micro_batches), mean)
 
+    def orders(self, num_micro_batches: int) -> tuple[str, ...]:
+        """Of all stages in the step that starts now, as planned; none where nothing else than the configured order was."""
+        return self.decision.orders if self._usable(num_micro_batches) else ()
+
     def first_stage_frozen(self, num_micro_batches: int) -> bool:
         """Whether masks leave nothing of the first stage live throughout the step that began last; known on every rank."""
         first = self.shapes[0]

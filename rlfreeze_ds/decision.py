@@ -36,6 +36,7 @@ class Decision:
     """``ratios[stage][micro_batch]``, ``eligible[stage][unit]``, ``unit_shares[stage][unit]``: a unit's share of its stage's
     weight-gradient time, as measured; seconds for one batch. The two expectations are those of :class:`planning.plan.Plan`.
 
+    ``orders``: of the stages, in the words of :func:`planning.schedule.from_commands`; none where the order is not planned.
     ``bubble_ratio``: share of rank-seconds spent waiting. ``whole``: the first stage freezes all of its pool or nothing, for the
     input gradients that a frozen prefix saves.
     """
@@ -53,6 +54,7 @@ class Decision:
     solver: str
     whole: bool
     bubble_ratio: float
+    orders: tuple[str, ...] = ()
 
     @property
     def num_micro_batches(self) -> int:
@@ -74,6 +76,7 @@ class Decision:
         fields = dict(fields)
         for key in ("ratios", "eligible", "unit_shares"):
             fields[key] = tuple(tuple(row) for row in fields[key])
+        fields["orders"] = tuple(fields.get("orders", ()))
         return cls(**fields)
 
     def masks(self, config: FreezeConfig, shape: StageShape, step: int, scale: float = 1.0) -> tuple[Mask, ...]:

@@ -71,7 +71,7 @@ class FreezeEngineMixin:
             [parameter for parameter in self.module.parameters() if id(parameter) in optimized]
         )
         self._orders: Callable[[int], Sequence[str]] | None = None
-        if config.planning.schedule == "zb-h1":
+        if config.planning.schedule != "stock":
             num_stages = self.num_stages
             self._split_backwards(cache(lambda num_micro_batches: to_commands(blocking_zb_h1(num_stages, num_micro_batches))))
         checkpoint = self.module.activation_checkpoint_func
@@ -116,7 +116,7 @@ class FreezeEngineMixin:
         if self._orders is None:
             schedule = MaskedSchedule(pipe_schedule, self._step_masks)
         else:
-            orders = self._orders(self.micro_batches)
+            orders = self.freeze_controller.orders(self.micro_batches) or self._orders(self.micro_batches)
             schedule = SplitSchedule(orders[self.stage_id], self.stage_id, self.num_stages, self._step_masks)
         try:
             super()._exec_schedule(schedule)

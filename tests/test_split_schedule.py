@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe.schedule import TrainSchedule
 from rlfreeze_ds.history import StepMasks
 from rlfreeze_ds.masked_schedule import SplitSchedule
 from rlfreeze_ds.planning.builders import zb_h1
-from rlfreeze_ds.planning.schedule import from_commands, to_commands
+from rlfreeze_ds.planning.schedule import from_commands, from_pipe_schedules, to_commands
 from rlfreeze_ds.planning.transfers import blocking_zb_h1
 from tests import jobs
 from tests.harness import run_ranks
@@ -127,6 +127,7 @@ def test_no_rank_waits_for_ever_and_buffers_hold_what_is_needed(num_stages: int)
 def test_no_more_buffers_than_stock_and_the_order_of_zb_h1() -> None:
     for num_stages, num_micro_batches in SIZES:
         orders = to_commands(blocking_zb_h1(num_stages, num_micro_batches))
+        assert from_pipe_schedules(schedules_of(orders, num_micro_batches)) == from_commands(orders)
         assert from_commands(orders).ranks == zb_h1(num_stages, num_micro_batches).ranks
         for stage, schedule in enumerate(schedules_of(orders, num_micro_batches)):
             assert schedule.num_pipe_buffers() <= TrainSchedule(num_micro_batches, num_stages, stage).num_pipe_buffers()

@@ -47,6 +47,8 @@ def common_order(schedule: Schedule) -> list[Event]:
     Raises:
         ScheduleError: the ranks wait for each other, or an event comes before what it needs.
     """
+    if any(i.stage_id != rank for rank, instructions in enumerate(schedule.ranks) for i in instructions):
+        raise ScheduleError("orders are for one stage a rank, stage s on rank s.")
     at, order, done = [0] * schedule.num_ranks, list[Event](), set[Event]()
     total = sum(map(len, schedule.blocking))
     while sum(at) < total:
@@ -55,6 +57,8 @@ def common_order(schedule: Schedule) -> list[Event]:
             while at[rank] < len(events):
                 event = events[at[rank]]
                 ends = ranks_of(event)
+                if not set(ends) <= set(range(schedule.num_ranks)):
+                    raise ScheduleError(f"{event}: there is no such rank.")
                 if any(at[end] == len(schedule.blocking[end]) or schedule.blocking[end][at[end]] != event for end in ends):
                     break
                 missing = [other for other in needs(event, schedule.num_ranks) if other not in done]

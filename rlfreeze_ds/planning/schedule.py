@@ -176,7 +176,7 @@ def from_pipe_schedules(pipe_schedules: Sequence[Iterable[Iterable[Any]]]) -> Sc
 
 # A forward, a backward whole or in two, and the two ends of the transfers of what they make.
 _NAMES = {
-    "ForwardPass": "F", "BackwardPass": "B", "BackwardInputPass": "I", "BackwardWeightPass": "W",
+    "ForwardPass": "F", "BackwardInputPass": "I", "BackwardWeightPass": "W", "BackwardPass": "B",  # an I is also a BackwardPass
     "SendActivation": "SA", "RecvActivation": "RA", "SendGrad": "SG", "RecvGrad": "RG",
 }  # fmt: skip
 _TRANSFERS = {"SA": ("F", 0), "RA": ("F", -1), "SG": ("B", 0), "RG": ("B", 1)}
