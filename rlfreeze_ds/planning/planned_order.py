@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlfreeze_ds.errors import ScheduleError
 from rlfreeze_ds.planning.instruction import Instruction
@@ -22,8 +22,8 @@ Event = Instruction | Transfer
 EFFORT = 3_000_000
 """Moves to try, times events of the batch: some one to two seconds. On 4 stages and 8 micro-batches 20 000 moves."""
 
-_TEMPERATURE = 0.005
-"""At first, as a share of the makespan: a move that costs as much is taken in one of e cases."""
+_TEMPERATURE = 0.3
+"""At first, as a share of a mean instruction: a move that costs as much is taken in one of e cases."""
 
 
 @dataclass(frozen=True)
@@ -143,22 +143,36 @@ def held(order: Sequence[Event], num_ranks: int) -> list[int]:
 def search(start: Schedule, batch: Batch, *, num_moves: int | None = None, seed: int = 0) -> Schedule:
     """A schedule that takes no longer than ``start``, which must keep ``batch.most_held``, as any schedule found does.
 
+    Under a looser limit than ``start`` needs it first searches without: in the larger space alone it gets lost.
+
     Args:
         start: with its transfers in their places.
-        num_moves: None: as many as :data:`EFFORT` allows.
+        num_moves: for each limit; None: as many as :data:`EFFORT` allows.
     """
     num_ranks, rng = start.num_ranks, random.Random(seed)
-    present = common_order(start)
-    num_moves = EFFORT // len(present) if num_moves is None else num_moves
-    before = {event: needs(event, num_ranks) for event in present}
-    after: dict[Event, list[Event]] = {event: [] for event in present}
+    best = common_order(start)
+    num_moves = EFFORT // len(best) if num_moves is None else num_moves
+    needed = max(held(best, num_ranks))
+    limits = [batch.most_held] if needed >= batch.most_held else [needed, batch.most_held]
+    for most_held in limits:
+        best = _annealed(best, replace(batch, most_held=most_held), num_ranks, num_moves, rng)
+    blocking = tuple(tuple(event for event in best if rank in ranks_of(event)) for rank in range(num_ranks))
+    instructions = tuple(tuple(event for event in rank if isinstance(event, Instruction)) for rank in blocking)
+    return Schedule(instructions, blocking)
+
+
+def _annealed(start: list[Event], batch: Batch, num_ranks: int, num_moves: int, rng: random.Random) -> list[Event]:
+    """The best order that was met."""
+    before = {event: needs(event, num_ranks) for event in start}
+    after: dict[Event, list[Event]] = {event: [] for event in start}
     for event, needed in before.items():
         for other in needed:
             after[other].append(event)
-    present_s = first_s = makespan(present, batch, num_ranks)
+    present, present_s = start, makespan(start, batch, num_ranks)
     best, best_s = present, present_s
+    hot_s = _TEMPERATURE * sum(batch.seconds.values()) / len(batch.seconds)
     for move in range(num_moves):
-        temperature = _TEMPERATURE * first_s * (1 - move / num_moves) ** 2 + 1e-12
+        temperature = hot_s * (1 - move / num_moves) ** 2 + 1e-12
         moved = _moved(present, before, after, rng)
         if moved is None or max(held(moved, num_ranks)) > batch.most_held:
             continue
@@ -167,9 +181,7 @@ def search(start: Schedule, batch: Batch, *, num_moves: int | None = None, seed:
             present, present_s = moved, moved_s
             if present_s < best_s:
                 best, best_s = present, present_s
-    blocking = tuple(tuple(event for event in best if rank in ranks_of(event)) for rank in range(num_ranks))
-    instructions = tuple(tuple(event for event in rank if isinstance(event, Instruction)) for rank in blocking)
-    return Schedule(instructions, blocking)
+    return best
 
 
 def _moved(
