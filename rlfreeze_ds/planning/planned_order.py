@@ -143,19 +143,22 @@ def held(order: Sequence[Event], num_ranks: int) -> list[int]:
 def search(start: Schedule, batch: Batch, *, num_moves: int | None = None, seed: int = 0) -> Schedule:
     """A schedule that takes no longer than ``start``, which must keep ``batch.most_held``, as any schedule found does.
 
-    Under a looser limit than ``start`` needs it first searches without: in the larger space alone it gets lost.
+    Under a looser limit than ``start`` needs it also searches within that one, and goes on from there: in a larger space it may
+    find less.
 
     Args:
         start: with its transfers in their places.
-        num_moves: for each limit; None: as many as :data:`EFFORT` allows.
+        num_moves: of each search; None: as many as :data:`EFFORT` allows.
     """
     num_ranks, rng = start.num_ranks, random.Random(seed)
-    best = common_order(start)
-    num_moves = EFFORT // len(best) if num_moves is None else num_moves
-    needed = max(held(best, num_ranks))
-    limits = [batch.most_held] if needed >= batch.most_held else [needed, batch.most_held]
-    for most_held in limits:
-        best = _annealed(best, replace(batch, most_held=most_held), num_ranks, num_moves, rng)
+    order = common_order(start)
+    num_moves = EFFORT // len(order) if num_moves is None else num_moves
+    needed = max(held(order, num_ranks))
+    found = [_annealed(order, batch, num_ranks, num_moves, rng)]
+    if needed < batch.most_held:
+        tight = _annealed(order, replace(batch, most_held=needed), num_ranks, num_moves, rng)
+        found += [tight, _annealed(tight, batch, num_ranks, num_moves, rng)]
+    best = min(found, key=lambda order: makespan(order, batch, num_ranks))
     blocking = tuple(tuple(event for event in best if rank in ranks_of(event)) for rank in range(num_ranks))
     instructions = tuple(tuple(event for event in rank if isinstance(event, Instruction)) for rank in blocking)
     return Schedule(instructions, blocking)
