@@ -153,11 +153,11 @@ def search(start: Schedule, batch: Batch, *, num_moves: int | None = None, seed:
     num_ranks, rng = start.num_ranks, random.Random(seed)
     order = common_order(start)
     num_moves = EFFORT // len(order) if num_moves is None else num_moves
-    needed = max(held(order, num_ranks))
-    found = [_annealed(order, batch, num_ranks, num_moves, rng)]
-    if needed < batch.most_held:
-        tight = _annealed(order, replace(batch, most_held=needed), num_ranks, num_moves, rng)
-        found += [tight, _annealed(tight, batch, num_ranks, num_moves, rng)]
+    # The tight search first: with the same random numbers as if it were the only one, so a looser limit never costs anything.
+    tight = replace(batch, most_held=min(batch.most_held, max(held(order, num_ranks))))
+    found = [_annealed(order, tight, num_ranks, num_moves, rng)]
+    if tight != batch:
+        found += [_annealed(first, batch, num_ranks, num_moves, rng) for first in (found[0], order)]
     best = min(found, key=lambda order: makespan(order, batch, num_ranks))
     blocking = tuple(tuple(event for event in best if rank in ranks_of(event)) for rank in range(num_ranks))
     instructions = tuple(tuple(event for event in rank if isinstance(event, Instruction)) for rank in blocking)
