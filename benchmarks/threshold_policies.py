@@ -7,7 +7,7 @@ each timed on its own. Validation losses are compared over the seconds that each
 losses, so that everyone reaches it, and what counts is stock's time until then over each policy's.
 
 How to run: OMP_NUM_THREADS=1 python benchmarks/threshold_policies.py --json benchmarks/records/threshold_policies.json
-What to expect: half an hour on 2 cores; the policy server learns on the same two meanwhile, at all engines' cost. One seed, one
+What to expect: twenty minutes on 2 cores; the policy server learns on the same two meanwhile, at all engines' cost. One seed, one
 job: differences of a few percent between policies are noise, which the spread of the grid shows.
 """
 
@@ -120,6 +120,7 @@ def rank_main(rank: int, options: argparse.Namespace) -> None:
         engines[name].destroy()
     if rank == 0:
         figures = summary(seconds, curves, folder, options.steps // 2)
+        del options.folder
         claim = "thresholds that are fixed, drawn, pretrained, learned online, or the best of a grid"
         write_record(claim, "benchmarks/threshold_policies.py", options, figures)
 

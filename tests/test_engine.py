@@ -460,3 +460,10 @@ def test_the_package_imports_neither_torch_nor_ray() -> None:
     code = "import sys, rlfreeze_ds, rlfreeze_ds.config; print([m for m in ('torch', 'deepspeed', 'ray') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_the_engine_imports_no_ray() -> None:
+    code = "import sys, rlfreeze_ds.engine; print('last:', [m for m in ('ray', 'fastapi', 'gymnasium') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip().endswith("last: []"), done.stdout + done.stderr
+

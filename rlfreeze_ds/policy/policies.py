@@ -54,6 +54,8 @@ def make_policy(config: PolicyConfig, seed: int) -> Policy:
     if config.server != "auto":
         token = read_token(config.token_file)
         return ServedPolicy(PolicyClient(config.server, token, run_id, deadline_s=config.deadline_s), None)
+    if config.file is not None:
+        Network.load(config.file)  # a wrong one is said at once, and not by a server that ends later
     keep = []
     if config.checkpoint_dir:
         with suppress(OSError):  # which the server explains

@@ -15,10 +15,14 @@ import numpy as np
 import pytest
 
 import rlfreeze_ds.policy
+from rlfreeze_ds.config import PolicyConfig
+from rlfreeze_ds.errors import RLFreezeError
+from rlfreeze_ds.policy.auto_server import AutoServer
 from rlfreeze_ds.policy.baselines import NEVER, Fixed, Policy, Random, episode_reward, grid_rewards
 from rlfreeze_ds.policy.env import START, FreezeThresholdEnv
 from rlfreeze_ds.policy.network import Network
 from rlfreeze_ds.policy.observation import HIGH, LOW, NUM_ACTIONS, SIZE, Thresholds
+from rlfreeze_ds.policy.policies import make_policy
 
 ROOT = Path(__file__).parent.parent.parent
 SHIPPED = Path(rlfreeze_ds.policy.__file__).parent / "pretrained.json"
@@ -147,3 +151,11 @@ def test_script_smoke(tmp_path: Path) -> None:
     assert policy.read_bytes() == written and again["training"] == trained["training"]
     assert again["evaluation"]["rewards"] == trained["evaluation"]["rewards"]
     assert not list(tmp_path.glob("*.tmp")) and str(tmp_path) not in record.read_text()
+
+
+def test_a_file_for_a_server_to_begin_with_is_looked_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AutoServer, "start", lambda self: pytest.fail("a server was started"))
+    (tmp_path / "prose.json").write_text("no policy")
+    for name, says in (("nothing.json", "cannot read the policy file"), ("prose.json", "is no policy file")):
+        with pytest.raises(RLFreezeError, match=says):
+            make_policy(PolicyConfig(type="rllib", file=str(tmp_path / name)), 0)
