@@ -3,8 +3,8 @@
 What it does: reads a profile (CSV of ``rlfreeze_ds.planning.profile``) and runs its pipeline, one process a stage and replica,
 over gloo. A layer sleeps for its share of its stage's forward, input-gradient (I) and weight-gradient (W) seconds, and skips I or
 W exactly when autograd skips the work; B unfrozen = I + W, B frozen = I. Stock's engine and one of ours per ``--schedule`` and
-``max_freeze_ratio`` live in the same processes and train in turn on the same batches; under zb-h1 ours run I and W apart. They
-get nothing but a config: they measure, fit and plan.
+``max_freeze_ratio`` live in the same processes and train in turn on the same batches; under zb-h1 and planned ours run I and W
+apart. They get nothing but a config: they measure, fit and plan.
 How to run: OMP_NUM_THREADS=1 python benchmarks/emulated_pipeline.py --json benchmarks/records/emulated_pipeline.json
 What to expect: some three minutes. Per engine: seconds of a batch (median, quartiles), batches per second against stock (median
 of paired ratios), realised freeze ratio, predicted against measured seconds, and what a batch takes beyond the profile. Sleeping
@@ -41,6 +41,7 @@ from rlfreeze_ds.planning.builders import one_f_one_b, zb_h1
 from rlfreeze_ds.planning.dag import PipelineDag
 from rlfreeze_ds.planning.instruction import Instruction
 from rlfreeze_ds.planning.profile import read_profile
+from rlfreeze_ds.planning.schedule import Schedule, from_commands
 
 PROFILE = Path(__file__).parent / "profiles" / "llama8b_h200_pp4_1f1b.csv"
 WIDTH = 8
@@ -57,13 +58,13 @@ class Emulated:
     """What is emulated. A stage is a chain of layers of some matrices each, which are the freeze units.
 
     Attributes:
-        dags: the batch, by the name of its schedule.
+        orders: of the ranks, by the name of the schedule.
         seconds: ``seconds[stage][micro_batch]`` = (F, I, W).
         needs_input: per stage, whether I is paid whatever is frozen.
         sizes: per layer of a stage, the elements of its matrices; seconds are shared out by elements.
     """
 
-    dags: dict[str, PipelineDag]
+    orders: dict[str, Schedule]
     seconds: tuple[tuple[tuple[float, float, float], ...], ...]
     needs_input: tuple[bool, ...]
     sizes: tuple[tuple[int, ...], ...]
@@ -85,8 +86,8 @@ class Emulated:
             if not needs_input[stage]:
                 rows = [[f, options.first_stage_input * w, (1 - options.first_stage_input) * w] for f, _, w in rows]
             seconds.append(tuple(map(tuple, rows)))
-        dags = {"stock": PipelineDag(schedule), "zb-h1": PipelineDag(zb_h1(num_stages, num_micro_batches))}
-        return cls(dags, tuple(seconds), tuple(needs_input), options.blocks * BLOCK)
+        orders = {"stock": schedule, "zb-h1": zb_h1(num_stages, num_micro_batches)}
+        return cls(orders, tuple(seconds), tuple(needs_input), options.blocks * BLOCK)
 
     @cached_property
     def unit_shares(self) -> tuple[float, ...]:
@@ -124,9 +125,12 @@ class Emulated:
         behind = layers if self.needs_input[stage] else layers[live[0] + 1 :] if live else ()
         return sum(self.input_share(stage, n) for n in behind) * input_gradient + (kind == "B") * of_weights
 
-    def makespan(self, masks: Masks, schedule: str) -> float:
+    def makespan(self, masks: Masks, schedule: str, decision: Any) -> float:
         """Seconds of a batch by the profile alone: transfers and host time are 0."""
-        dag = self.dags[schedule]
+        if schedule.startswith("planned"):
+            dag = PipelineDag(Schedule(from_commands(decision.orders).ranks))
+        else:
+            dag = PipelineDag(self.orders[schedule])
         return dag.simulate(
             {i: self.duration(i.kind, i.stage_id, i.micro_batch_id, masks[i.stage_id][i.micro_batch_id]) for i in dag.order}
         ).makespan
@@ -310,13 +314,19 @@ def make_engines(options: argparse.Namespace, emulated: Emulated, pace: Pace) ->
         return PipelineModule(layers, num_stages=num_stages, loss_fn=nn.functional.mse_loss, partition_method="uniform")
 
     engines = {"stock": deepspeed.initialize(model=model(), config=config)[0]}
-    for schedule, ratio in itertools.product(options.schedule, options.ratios):
+    for name, ratio in itertools.product(options.schedule, options.ratios):
+        schedule, _, most_held = name.partition(":")
+        if schedule == "stock" and ratio == 0:
+            continue  # that is what stock's engine does
         block = {
             "enabled": True, "selection": "spread", "guard": {"enabled": False}, "replan_interval": options.replan_interval,
             "warmup_steps": WARMUP_STEPS, "profile_steps": PROFILE_STEPS_PER_STAGE * num_stages, "ramp_steps": RAMP_STEPS,
-            "planning": {"schedule": schedule, "max_freeze_ratio": ratio, "time_slack": options.time_slack},
+            "planning": {
+                "schedule": schedule, "most_held": int(most_held) if most_held else None,
+                "max_freeze_ratio": ratio, "time_slack": options.time_slack,
+            },
         }  # fmt: skip
-        engines[f"{schedule}, ratio {ratio}"] = rlfreeze_ds.initialize(model=model(), config={**config, "rlfreeze": block})[0]
+        engines[f"{name}, ratio {ratio:g}"] = rlfreeze_ds.initialize(model=model(), config={**config, "rlfreeze": block})[0]
     return engines
 
 
@@ -330,6 +340,9 @@ def rank_main(rank: int, options: argparse.Namespace) -> None:
     steps: dict[str, list[Step]] = {name: [] for name in names}
     settled = WARMUP_STEPS + PROFILE_STEPS_PER_STAGE * len(emulated.seconds) + RAMP_STEPS + 1
     for step in range(settled + options.steps):
+        if step + RAMP_STEPS + 1 == settled:  # they asked for their first plans: those that search for orders take seconds
+            for name in names[1:]:
+                engines[name].freeze_controller.settle()
         turn = step % len(names)
         for name in names[turn:] + names[:turn]:
             taken = train_step(engines[name], watches[name], emulated, pace, data)
@@ -354,11 +367,14 @@ def progress(steps: dict[str, list[Step]]) -> str:
 
 
 def seconds_beyond_profile(emulated: Emulated, stage_id: int, steps: Sequence[Step]) -> dict[str, list[float]]:
-    """Of one engine on this rank: F and B less what they should take, sends, last sleeps, and what no F, B or wait explains."""
-    parts: dict[str, list[float]] = {"forward": [], "backward": [], "send": [], "late_sleep": [], "outside": []}
+    """Of one engine on this rank: F and B less what they should take, sends, last sleeps, and what no F, B or wait explains;
+    and the most micro-batches held at a time."""
+    parts: dict[str, list[float]] = {"forward": [], "backward": [], "send": [], "late_sleep": [], "outside": [], "held": []}
     for step in steps:
         counts: Counter[str] = Counter()
         ends: list[float] = []
+        held = most_held = 0
+        last = "W" if any("BackwardWeight" in name for name, _, _ in step.rows) else "B"
         for name, start, end in step.rows:
             kind = next((kind for suffix, kind in KINDS.items() if name.endswith(suffix)), None)
             if kind is not None:
@@ -367,6 +383,10 @@ def seconds_beyond_profile(emulated: Emulated, stage_id: int, steps: Sequence[St
                 parts["forward" if kind == "F" else "backward"].append(end - start - expected)
                 counts[kind] += 1
                 ends += [start, end]
+                held -= kind == last
+            held += name == "RecvActivation" or (stage_id == 0 and kind == "F")
+            most_held = max(most_held, held)
+        parts["held"].append(most_held)
         parts["send"] += [end - start for name, start, end in step.rows if name.startswith("Send")]
         parts["late_sleep"] += step.late_s
         parts["outside"].append(step.batch_s - (max(ends) - min(ends)))
@@ -389,7 +409,7 @@ def write_report(options: argparse.Namespace, emulated: Emulated, steps: dict[st
             if other.startswith(f"{schedule},") and step.decision is not None
         ]
         predicted_s = statistics.median(predicted) if predicted else math.nan
-        dag_s = statistics.median(emulated.makespan(step.masks, schedule) for step in rows)
+        dag_s = statistics.median(emulated.makespan(step.masks, schedule, step.decision) for step in rows)
         beyond = {part: [s for of_rank in parts for s in of_rank[name][part]] for part in parts[0][name]}
         figure = {
             "batch_s": spread(batch),
@@ -397,6 +417,7 @@ def write_report(options: argparse.Namespace, emulated: Emulated, steps: dict[st
             "predicted_s": round(predicted_s, 4),
             "predicted_over_measured": round(predicted_s / statistics.median(batch), 4),
             "freeze_ratio_of_seconds": round(statistics.fmean(emulated.freeze_ratio(step.masks)[0] for step in rows), 4),
+            "most_micro_batches_held": max(beyond["held"]),
             "freeze_ratio_mean_of_masks": round(statistics.fmean(emulated.freeze_ratio(step.masks)[1] for step in rows), 4),
             "where_the_seconds_go": {
                 "dag_of_profile_and_masks_s": round(dag_s, 4),
@@ -438,7 +459,9 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=8, help="of the model on each stage: 8 of LLaMA-8B's 32 on 4 stages")
     parser.add_argument("--dp", type=int, default=1, help="replicas of the pipeline")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 0.8], help="max_freeze_ratio of each of our engines")
-    parser.add_argument("--schedule", nargs="+", choices=("stock", "zb-h1"), default=["stock"], help="of our engines, each once")
+    parser.add_argument(
+        "--schedule", nargs="+", default=["stock"], help="of our engines: stock, zb-h1, planned, planned:5 (may hold 5)"
+    )
     parser.add_argument("--time-slack", type=float, default=0.02)
     parser.add_argument("--replan-interval", type=int, default=20)
     parser.add_argument("--steps", type=int, default=60, help="counted steps of every engine")

@@ -257,10 +257,7 @@ class FreezeEngineMixin:
         if isinstance(self._gradients, Bf16Gradients):
             self._gradients.stand_in()
         controller = self.freeze_controller
-        if (
-            controller.step % controller.config.criterion.interval == 0
-            and controller.config.planning.max_freeze_ratio > 0
-        ):
+        if controller.freezes and controller.step % controller.config.criterion.interval == 0:
             norms = unit_norms(
                 self._gradients,
                 controller.units,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,11 @@ from rlfreeze_ds.planning.transfers import blocking_zb_h1
 
 # Rounding of a mean over the micro-batches.
 _TOLERANCE = 1e-6
+
+# Of max_freeze_ratio, before there is a plan: what a batch needs whose order is made for it.
+_FIRST_GUESS = 0.4
+# Predicted seconds that differ by less are alike.
+_ALIKE = 0.005
 
 
 @dataclass(frozen=True)
@@ -150,16 +155,45 @@ def answer(request: PlanRequest) -> PlanAnswer:
 
     if request.config.planning.schedule != "planned":
         return PlanAnswer(decided(from_commands(request.orders)), transfer_s)
-    # The best order depends on what is frozen, and the reverse: an order for the unfrozen batch, and one for what it freezes.
-    schedule, found = blocking_zb_h1(len(stages), request.num_micro_batches), []
-    most_held = _most_held(request)
-    ratios: Sequence[Sequence[float]] = [[0.0] * request.num_micro_batches for _ in stages]
-    for _ in range(2):
-        seconds = {i: _mean_seconds(stages[i.stage_id], i, ratios[i.stage_id][i.micro_batch_id]) for i in schedule.instructions}
-        schedule = search(schedule, Batch(seconds, transfer_s, most_held))
-        found.append(replace(decided(schedule), orders=to_commands(schedule)))
-        ratios = found[-1].ratios
-    return PlanAnswer(min(found, key=lambda decision: decision.predicted_makespan_s), transfer_s)
+    return PlanAnswer(_with_its_order(request, stages, transfer_s, decided), transfer_s)
+
+
+def _with_its_order(
+    request: PlanRequest, stages: list[StageFacts], transfer_s: float, decided: Callable[[Schedule], Decision]
+) -> Decision:
+    """The best order depends on what is frozen, and the reverse: orders are searched for some guesses at what each stage freezes,
+    and of plans about as fast as the fastest the one that freezes least is taken."""
+    start, most_held = blocking_zb_h1(len(stages), request.num_micro_batches), _most_held(request)
+    limits = [min(len(stages), request.num_micro_batches), most_held, most_held, most_held]
+    orders, found = [to_commands(start)], [decided(start)]
+    means = [_FIRST_GUESS * request.config.planning.max_freeze_ratio] * len(stages)
+    if request.present is not None and _runs(request, request.present.orders):
+        orders.append(request.present.orders)
+        found.append(decided(from_commands(orders[-1])))
+        limits, means = [most_held], _means(request.present)
+    for number, limit in enumerate(limits):
+        seconds = {i: _mean_seconds(stages[i.stage_id], i, means[i.stage_id]) for i in start.instructions}
+        schedule = search(start, Batch(seconds, transfer_s, limit), seed=len(limits) * request.step + number)
+        orders.append(to_commands(schedule))
+        found.append(decided(schedule))
+        means = _means(found[-1])
+    fastest_s = min(decision.predicted_makespan_s for decision in found)
+    alike = [i for i, decision in enumerate(found) if decision.predicted_makespan_s <= (1 + _ALIKE) * fastest_s]
+    best = min(alike, key=lambda i: (found[i].mean_freeze_ratio, found[i].predicted_makespan_s))
+    return replace(found[best], orders=orders[best])
+
+
+def _means(decision: Decision) -> list[float]:
+    """Of a stage's ratios. An order for the ratios of single micro-batches would leave the program nothing to improve."""
+    return [sum(row) / len(row) for row in decision.ratios]
+
+
+def _runs(request: PlanRequest, orders: Sequence[str]) -> bool:
+    """Whether a batch may run in these orders."""
+    try:
+        return max(held(common_order(from_commands(orders)), len(request.shapes))) <= _most_held(request)
+    except RLFreezeError:
+        return False
 
 
 def _most_held(request: PlanRequest) -> int:

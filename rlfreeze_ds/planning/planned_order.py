@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rlfreeze_ds.errors import ScheduleError
 from rlfreeze_ds.planning.instruction import Instruction
@@ -19,10 +19,13 @@ from rlfreeze_ds.planning.schedule import Schedule, Transfer
 
 Event = Instruction | Transfer
 
-EFFORT = 3_000_000
-"""Moves to try, times events of the batch: some one to two seconds. On 4 stages and 8 micro-batches 20 000 moves."""
+EFFORT = 9_000_000
+"""Moves to try, times events of the batch: about a second. On 4 stages and 8 micro-batches 60 000 moves."""
 
-_TEMPERATURE = 0.3
+MOVES_AN_EVENT = 500
+"""At most: a small batch needs no more."""
+
+_TEMPERATURE = 0.15
 """At first, as a share of a mean instruction: a move that costs as much is taken in one of e cases."""
 
 
@@ -131,81 +134,109 @@ def held(order: Sequence[Event], num_ranks: int) -> list[int]:
     """Per rank the most micro-batches that it holds at any time."""
     now, most = [0] * num_ranks, [0] * num_ranks
     for event in order:
-        if isinstance(event, Transfer):
-            rank, change = (event.sender.stage_id + 1, 1) if event.sender.is_forward else (0, 0)
-        else:
-            rank, change = event.stage_id, (event.kind == "F" and event.stage_id == 0) - (event.kind == "W")
+        rank, change = _change(event)
         now[rank] += change
         most[rank] = max(most[rank], now[rank])
     return most
 
 
-def search(start: Schedule, batch: Batch, *, num_moves: int | None = None, seed: int = 0) -> Schedule:
-    """A schedule that takes no longer than ``start``, which must keep ``batch.most_held``, as any schedule found does.
+def _change(event: Event) -> tuple[int, int]:
+    """A rank, and by how many micro-batches the event changes what it holds."""
+    if isinstance(event, Transfer):
+        return (event.sender.stage_id + 1, 1) if event.sender.is_forward else (event.sender.stage_id, 0)
+    return event.stage_id, (event.kind == "F" and event.stage_id == 0) - (event.kind == "W")
 
-    Under a looser limit than ``start`` needs it also searches within that one, and goes on from there: in a larger space it may
-    find less.
+
+def search(start: Schedule, batch: Batch, *, num_moves: int | None = None, seed: int = 0) -> Schedule:
+    """A schedule that takes no longer than ``start``, which must keep ``batch.most_held``, as any schedule found does. Under a
+    looser limit it may find less, since there is more to search.
 
     Args:
         start: with its transfers in their places.
-        num_moves: of each search; None: as many as :data:`EFFORT` allows.
+        num_moves: None: as many as :data:`EFFORT` and :data:`MOVES_AN_EVENT` allow.
     """
     num_ranks, rng = start.num_ranks, random.Random(seed)
     order = common_order(start)
-    num_moves = EFFORT // len(order) if num_moves is None else num_moves
-    # The tight search first: with the same random numbers as if it were the only one, so a looser limit never costs anything.
-    tight = replace(batch, most_held=min(batch.most_held, max(held(order, num_ranks))))
-    found = [_annealed(order, tight, num_ranks, num_moves, rng)]
-    if tight != batch:
-        found += [_annealed(first, batch, num_ranks, num_moves, rng) for first in (found[0], order)]
-    best = min(found, key=lambda order: makespan(order, batch, num_ranks))
+    num_moves = min(EFFORT // len(order), MOVES_AN_EVENT * len(order)) if num_moves is None else num_moves
+    best = _Annealing(order, batch, num_ranks, rng).best(num_moves)
     blocking = tuple(tuple(event for event in best if rank in ranks_of(event)) for rank in range(num_ranks))
     instructions = tuple(tuple(event for event in rank if isinstance(event, Instruction)) for rank in blocking)
     return Schedule(instructions, blocking)
 
 
-def _annealed(start: list[Event], batch: Batch, num_ranks: int, num_moves: int, rng: random.Random) -> list[Event]:
-    """The best order that was met."""
-    before = {event: needs(event, num_ranks) for event in start}
-    after: dict[Event, list[Event]] = {event: [] for event in start}
-    for event, needed in before.items():
-        for other in needed:
-            after[other].append(event)
-    present, present_s = start, makespan(start, batch, num_ranks)
-    best, best_s = present, present_s
-    hot_s = _TEMPERATURE * sum(batch.seconds.values()) / len(batch.seconds)
-    for move in range(num_moves):
-        temperature = hot_s * (1 - move / num_moves) ** 2 + 1e-12
-        moved = _moved(present, before, after, rng)
-        if moved is None or max(held(moved, num_ranks)) > batch.most_held:
-            continue
-        moved_s = makespan(moved, batch, num_ranks)
-        if moved_s <= present_s or rng.random() < math.exp((present_s - moved_s) / temperature):
-            present, present_s = moved, moved_s
-            if present_s < best_s:
-                best, best_s = present, present_s
-    return best
+class _Annealing:
+    """Simulated annealing of one batch. Events are numbers here: a plan has a second or two for hundreds of thousands of looks at
+    them."""
 
+    def __init__(self, start: Sequence[Event], batch: Batch, num_ranks: int, rng: random.Random) -> None:
+        self._events, self._most_held, self._num_ranks, self._rng = start, batch.most_held, num_ranks, rng
+        number = {event: i for i, event in enumerate(start)}
+        self._ranks = [ranks_of(event) for event in start]
+        self._needed: list[set[int]] = [set() for _ in start]  # by an event
+        self._needing: list[set[int]] = [set() for _ in start]  # the event
+        for event, i in number.items():
+            for other in needs(event, num_ranks):
+                self._needed[i].add(number[other])
+                self._needing[number[other]].add(i)
+        seconds = [batch.transfer_s if isinstance(event, Transfer) else batch.seconds[event] for event in start]
+        self._mean_s = sum(seconds) / len(seconds)
+        self._rows = [
+            (ranks[0], ranks[-1], *_change(event), event_s)
+            for event, ranks, event_s in zip(start, self._ranks, seconds, strict=True)
+        ]
 
-def _moved(
-    order: list[Event], before: Mapping[Event, list[Event]], after: Mapping[Event, list[Event]], rng: random.Random
-) -> list[Event] | None:
-    """``order`` with an event in another place among those of its ranks; None where it has no other."""
-    index = rng.randrange(len(order))
-    event = order[index]
-    ends = ranks_of(event)
-    # The stretch around it that holds nothing that it needs, or that needs it.
-    needed, needing = before[event], after[event]
-    first = last = index
-    while first > 0 and order[first - 1] not in needed:
-        first -= 1
-    while last + 1 < len(order) and order[last + 1] not in needing:
-        last += 1
-    places = [
-        place for place in range(first, last + 1) if place != index and not set(ends).isdisjoint(ranks_of(order[place]))
-    ]
-    if not places:
-        return None
-    rest = order[:index] + order[index + 1 :]
-    rest.insert(rng.choice(places), event)
-    return rest
+    def best(self, num_moves: int) -> list[Event]:
+        """The best order that was met."""
+        present = list(range(len(self._events)))
+        present_s = self._seconds(present)
+        best, best_s = present, present_s
+        hot_s = _TEMPERATURE * self._mean_s
+        for move in range(num_moves):
+            temperature = hot_s * (1 - move / num_moves) ** 2 + 1e-12
+            moved = self._moved(present)
+            if moved is None:
+                continue
+            moved_s = self._seconds(moved)
+            if moved_s <= present_s or self._rng.random() < math.exp((present_s - moved_s) / temperature):
+                present, present_s = moved, moved_s
+                if present_s < best_s:
+                    best, best_s = present, present_s
+        return [self._events[i] for i in best]
+
+    def _seconds(self, order: Sequence[int]) -> float:
+        """:func:`makespan`; infinite where :func:`held` is above the limit."""
+        clock, now = [0.0] * self._num_ranks, [0] * self._num_ranks
+        for i in order:
+            first, second, rank, change, seconds = self._rows[i]
+            if first == second:
+                clock[first] += seconds
+            else:
+                clock[first] = clock[second] = max(clock[first], clock[second]) + seconds
+            if change:
+                now[rank] += change
+                if now[rank] > self._most_held:
+                    return math.inf
+        return max(clock)
+
+    def _moved(self, order: Sequence[int]) -> list[int] | None:
+        """``order`` with an event in another place among those of its ranks; None where it has no other."""
+        index = self._rng.randrange(len(order))
+        event = order[index]
+        # The stretch around it that holds nothing that it needs, or that needs it.
+        needed, needing = self._needed[event], self._needing[event]
+        first = last = index
+        while first > 0 and order[first - 1] not in needed:
+            first -= 1
+        while last + 1 < len(order) and order[last + 1] not in needing:
+            last += 1
+        ends = self._ranks[event]
+        places = [
+            place
+            for place in range(first, last + 1)
+            if place != index and any(rank in ends for rank in self._ranks[order[place]])
+        ]
+        if not places:
+            return None
+        rest = [*order[:index], *order[index + 1 :]]
+        rest.insert(self._rng.choice(places), event)
+        return rest

@@ -82,15 +82,15 @@ def test_what_is_found_can_run_and_is_no_longer_than_zb_h1(stages: int, micro_ba
         assert found == search(start, batch, num_moves=1500)
 
 
-def test_a_search_is_worth_something_and_a_looser_limit_costs_nothing() -> None:
+def test_a_search_is_worth_something_and_a_looser_limit_more() -> None:
     start = blocking_zb_h1(4, 8)
     seconds = {i: {"F": 1.0, "I": 1.4, "W": 1.6}[i.kind] for i in start.instructions}
     tight, loose = (Batch(seconds, 0.03, most_held) for most_held in (4, 5))
     first, held_4, held_5 = (
         makespan(common_order(schedule), tight, 4)
-        for schedule in (start, search(start, tight, num_moves=6000), search(start, loose, num_moves=6000))
+        for schedule in (start, search(start, tight), search(start, loose))
     )
-    assert held_5 <= held_4 < 0.99 * first
+    assert held_5 < held_4 < 0.99 * first
 
 
 @pytest.mark.parametrize(
