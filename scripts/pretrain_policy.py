@@ -8,8 +8,9 @@ their luck, which takes most of the noise off and changes nothing about which po
 How to run: ``python scripts/pretrain_policy.py`` in an environment with the ``server`` extra; ``--evaluate`` only judges the
 file that is there.
 
-What to expect: one process on one core, ``--minutes`` of training with a line a few times a minute, then some minutes of
-evaluation, most of them the search for fixed thresholds; at the end a table, which the record keeps with the learning curve.
+What to expect: two processes that play jobs and one that learns from them, in turn, on two cores; ``--minutes`` of training with
+a line a few times a minute, then some minutes of evaluation, most of them the search for fixed thresholds; at the end a table,
+which the record keeps with the learning curve.
 Where training ends depends on the machine's speed, so a second run gives a policy as good, not the same one.
 """
 
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gymnasium.spaces import Box
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -42,10 +44,12 @@ from rlfreeze_ds.policy.network import Network  # noqa: E402
 from rlfreeze_ds.policy.observation import Thresholds  # noqa: E402
 from rlfreeze_ds.policy.simulated_job import SimulatedJob  # noqa: E402
 
-FIRST_HELD_OUT = 5_000_000
+FIRST_HELD_OUT = 7_000_000
 """A seed. Nothing about jobs, policy or training was chosen by looking at jobs from here on."""
 HIDDEN = (64, 64)
-NUM_ENVS = 16
+NUM_PROCESSES = 2
+NUM_ENVS = 8
+"""In each process."""
 BATCH = 5_120  # eight episodes of every environment
 PPO_SETTINGS: dict[str, Any] = {
     "train_batch_size_per_learner": BATCH, "minibatch_size": 512, "num_epochs": 8, "lr": 5e-4, "gamma": 0.97, "lambda_": 0.95,
@@ -62,26 +66,65 @@ EVALUATION_SEED = 0  # of the random policy and the resampling, whatever seed tr
 LINE_S = 15.0
 
 
+@dataclass(frozen=True)
+class Scaling:
+    """Observations to learn from have mean 0 and standard deviation 1 on training jobs. As jobs report them, what decides whether
+    freezing pays (kept progress, throughput: a tenth up or down) would drown in what moves by whole units."""
+
+    mean: np.ndarray
+    deviation: np.ndarray
+
+    @classmethod
+    def measured(cls, seed: int, num_episodes: int = 100) -> Scaling:
+        """Of training jobs under random thresholds."""
+        env, policy, seen = AgainstDefault(None), Random(seed), []
+        for episode in range(num_episodes):
+            observation, _ = env.reset(seed=seed + episode)
+            done = False
+            while not done:
+                seen.append(observation)
+                observation, _, done, _, _ = env.step(policy.act(observation))
+        return cls(np.mean(seen, axis=0), np.maximum(np.std(seen, axis=0), 1e-3))
+
+    def scaled(self, observation: np.ndarray) -> np.ndarray:
+        """float32 [SIZE]."""
+        return ((observation - self.mean) / self.deviation).astype(np.float32)
+
+    def folded_into(self, network: Network) -> Network:
+        """``network``, which was learnt on scaled observations, for plain ones."""
+        weights, biases = list(network.weights), list(network.biases)
+        weights[0] = weights[0] / self.deviation
+        biases[0] = biases[0] - weights[0] @ self.mean
+        return Network(weights, biases, network.activation)
+
+
 class AgainstDefault(FreezeThresholdEnv):
     """Rewards are less those of the same job, with the same luck, under the default thresholds. Half of the runs begin with
     thresholds from anywhere: from the default ones, under which nearly all units may freeze, chance alone would seldom come to
-    where thresholds matter."""
+    where thresholds matter. ``scaling``: of the observations, None for plain ones."""
 
-    def __init__(self, _: Any = None) -> None:
+    def __init__(self, scaling: Scaling | None) -> None:
         super().__init__(TRAINING_JOBS)
         self._other = FreezeThresholdEnv(TRAINING_JOBS)
+        self._scaling = scaling
+        if scaling is not None:
+            low, high = self.observation_space.low, self.observation_space.high
+            self.observation_space = Box(scaling.scaled(low), scaling.scaled(high), dtype=np.float32)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
         super().reset(seed=seed)  # seeds the draws that follow
         anywhere = Thresholds(*np.exp(self.np_random.uniform(np.log(START_RANGE[0]), np.log(START_RANGE[1]), 2)).tolist())
         observation, info = super().reset(options={"thresholds": anywhere if self.np_random.random() < 0.5 else START})
         self._other.reset(options={"job": info["job"]})
-        return observation, info
+        return self._seen(observation), info
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         observation, reward, terminated, truncated, info = super().step(action)
         _, other, *_ = self._other.step(np.zeros_like(action))
-        return observation, reward - other, terminated, truncated, info
+        return self._seen(observation), reward - other, terminated, truncated, info
+
+    def _seen(self, observation: np.ndarray) -> np.ndarray:
+        return observation if self._scaling is None else self._scaling.scaled(observation)
 
 
 @dataclass(frozen=True)
@@ -96,8 +139,8 @@ class Pretrained:
         return self.network.act(observation)
 
 
-def _algorithm(seed: int) -> Any:
-    """PPO in this process."""
+def _algorithm(seed: int, scaling: Scaling) -> Any:
+    """PPO, which learns in this process."""
     import torch
     from ray.rllib.algorithms.ppo import PPOConfig
     from ray.rllib.algorithms.ppo.torch.default_ppo_torch_rl_module import DefaultPPOTorchRLModule
@@ -117,11 +160,14 @@ def _algorithm(seed: int) -> Any:
                 head.bias[head.bias.numel() // 2 :] = START_LOG_STD
 
     torch.set_num_threads(1)
-    register_env("against-default", AgainstDefault)
+    register_env("against-default", lambda _: AgainstDefault(scaling))
     model = DefaultModelConfig(fcnet_hiddens=list(HIDDEN), fcnet_activation="tanh", vf_share_layers=False)
     config = PPOConfig().environment("against-default").training(**PPO_SETTINGS)
     config.rl_module(rl_module_spec=RLModuleSpec(module_class=Calm, model_config=model))
-    config.env_runners(num_env_runners=0, num_envs_per_env_runner=NUM_ENVS, rollout_fragment_length=BATCH // NUM_ENVS)
+    config.env_runners(
+        num_env_runners=NUM_PROCESSES, num_envs_per_env_runner=NUM_ENVS,
+        rollout_fragment_length=BATCH // (NUM_PROCESSES * NUM_ENVS),
+    )  # fmt: skip
     config.learners(num_learners=0, num_gpus_per_learner=0).debugging(seed=seed, log_level="ERROR")
     config.reporting(min_time_s_per_iteration=None)
     return config.build_algo()
@@ -132,7 +178,8 @@ def train(seed: int, seconds: float) -> tuple[Network, dict[str, Any]]:
     from rlfreeze_ds.policy.learner import network_of
 
     begin = time.monotonic()
-    algorithm = _algorithm(seed)
+    scaling = Scaling.measured(seed)
+    algorithm = _algorithm(seed, scaling)
     curve: list[dict[str, float]] = []
     states: list[dict[str, np.ndarray]] = []
     steps, printed = 0, begin
@@ -154,7 +201,7 @@ def train(seed: int, seconds: float) -> tuple[Network, dict[str, Any]]:
         algorithm.stop()
     mean = {name: np.mean([state[name] for state in states], axis=0) for name in states[0]} if states else state
     figures = {"env_steps": steps, "updates": len(curve), "seconds": round(time.monotonic() - begin, 1), "learning_curve": curve}
-    return network_of(mean, "tanh"), figures
+    return scaling.folded_into(network_of(mean, "tanh")), figures
 
 
 def train_with_ray(seed: int, seconds: float) -> tuple[Network, dict[str, Any]]:
@@ -164,7 +211,7 @@ def train_with_ray(seed: int, seconds: float) -> tuple[Network, dict[str, Any]]:
     folder = Path(tempfile.mkdtemp(prefix="rlf-"))  # short: sockets lie in it
     try:
         local_ray.prepare(folder)
-        local_ray.start(folder, num_cpus=1)
+        local_ray.start(folder, num_cpus=NUM_PROCESSES)
         return train(seed, seconds)
     finally:
         local_ray.stop()
@@ -280,7 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         network = Network.load(options.output)
         record |= {
             "options": {"minutes": options.minutes, "seed": options.seed},
-            "ppo": PPO_SETTINGS | {"hidden": HIDDEN, "envs": NUM_ENVS, "averaged_share": AVERAGED_SHARE},
+            "ppo": PPO_SETTINGS | {"hidden": HIDDEN, "envs": NUM_PROCESSES * NUM_ENVS, "averaged_share": AVERAGED_SHARE},
             "training_jobs": TRAINING_JOBS,
             "training": training,
             "versions": {"python": platform.python_version()}
@@ -289,7 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_json(options.record, record)  # kept should the evaluation be broken off
     record["options"] = record.get("options", {}) | {"held_out": options.held_out, "search": options.search}
     record["evaluation"] = evaluate(network, options.held_out, options.search)
-    record["hardware"] = f"{os.cpu_count()} CPU cores ({platform.machine()}), one process"
+    record["hardware"] = f"{os.cpu_count()} CPU cores ({platform.machine()})"
     write_json(options.record, record)
 
     result = record["evaluation"]
