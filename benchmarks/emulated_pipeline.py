@@ -2,8 +2,9 @@
 
 What it does: reads a profile (CSV of ``rlfreeze_ds.planning.profile``) and runs its pipeline, one process a stage and replica,
 over gloo. A layer sleeps for its share of its stage's forward, input-gradient (I) and weight-gradient (W) seconds, and skips I or
-W exactly when autograd skips the work; B unfrozen = I + W, B frozen = I. Stock's engine and one of ours per ``max_freeze_ratio``
-live in the same processes and train in turn on the same batches. Ours get nothing but a config: they measure, fit and plan.
+W exactly when autograd skips the work; B unfrozen = I + W, B frozen = I. Stock's engine and one of ours per ``--schedule`` and
+``max_freeze_ratio`` live in the same processes and train in turn on the same batches; under zb-h1 and planned ours run I and W
+apart. They get nothing but a config: they measure, fit and plan.
 How to run: OMP_NUM_THREADS=1 python benchmarks/emulated_pipeline.py --json benchmarks/records/emulated_pipeline.json
 What to expect: some three minutes. Per engine: seconds of a batch (median, quartiles), batches per second against stock (median
 of paired ratios), realised freeze ratio, predicted against measured seconds, and what a batch takes beyond the profile. Sleeping
@@ -18,9 +19,12 @@ saves I.
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import os
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,10 +36,12 @@ import torch
 from jobs import spawn, write_record
 from torch import nn
 
-from rlfreeze_ds.planning.builders import one_f_one_b
+from rlfreeze_ds.freezing import weight_gradients
+from rlfreeze_ds.planning.builders import one_f_one_b, zb_h1
 from rlfreeze_ds.planning.dag import PipelineDag
 from rlfreeze_ds.planning.instruction import Instruction
 from rlfreeze_ds.planning.profile import read_profile
+from rlfreeze_ds.planning.schedule import Schedule, from_commands
 
 PROFILE = Path(__file__).parent / "profiles" / "llama8b_h200_pp4_1f1b.csv"
 WIDTH = 8
@@ -44,6 +50,7 @@ BLOCK = ((4, 1, 1, 4), (14, 14, 14))
 WARMUP_STEPS, PROFILE_STEPS_PER_STAGE, RAMP_STEPS = 10, 2, 2
 Masks = Sequence[Sequence[Sequence[int]]]
 """``masks[stage][micro_batch]``: the frozen layers."""
+KINDS = {"ForwardPass": "F", "BackwardPass": "B", "BackwardInputPass": "I", "BackwardWeightPass": "W"}
 
 
 @dataclass(frozen=True)
@@ -51,13 +58,13 @@ class Emulated:
     """What is emulated. A stage is a chain of layers of some matrices each, which are the freeze units.
 
     Attributes:
-        dag: the batch.
+        orders: of the ranks, by the name of the schedule.
         seconds: ``seconds[stage][micro_batch]`` = (F, I, W).
         needs_input: per stage, whether I is paid whatever is frozen.
         sizes: per layer of a stage, the elements of its matrices; seconds are shared out by elements.
     """
 
-    dag: PipelineDag
+    orders: dict[str, Schedule]
     seconds: tuple[tuple[tuple[float, float, float], ...], ...]
     needs_input: tuple[bool, ...]
     sizes: tuple[tuple[int, ...], ...]
@@ -79,7 +86,8 @@ class Emulated:
             if not needs_input[stage]:
                 rows = [[f, options.first_stage_input * w, (1 - options.first_stage_input) * w] for f, _, w in rows]
             seconds.append(tuple(map(tuple, rows)))
-        return cls(PipelineDag(schedule), tuple(seconds), tuple(needs_input), options.blocks * BLOCK)
+        orders = {"stock": schedule, "zb-h1": zb_h1(num_stages, num_micro_batches)}
+        return cls(orders, tuple(seconds), tuple(needs_input), options.blocks * BLOCK)
 
     @cached_property
     def unit_shares(self) -> tuple[float, ...]:
@@ -102,25 +110,29 @@ class Emulated:
             return self.shares[layer]
         return (layer > 0) * self.shares[layer] / (1.0 - self.shares[0])
 
-    def backward(self, stage: int, micro_batch: int, mask: Sequence[int]) -> float:
-        """Seconds of B with these units frozen."""
-        _, input_gradient, weight_gradient = self.seconds[stage][micro_batch]
+    def duration(self, kind: str, stage: int, micro_batch: int, mask: Sequence[int]) -> float:
+        """Seconds of an F, B, I or W with these units frozen."""
+        forward, input_gradient, weight_gradient = self.seconds[stage][micro_batch]
+        if kind == "F":
+            return forward
+        of_weights = (1 - self.share(mask)) * weight_gradient
+        if kind == "W":
+            return of_weights
         units = iter(range(len(self.unit_shares)))
         alive = [[next(units) not in mask for _ in layer] for layer in self.sizes]
         live = [index for index, layer in enumerate(alive) if any(layer)]
         layers = range(len(self.sizes))
         behind = layers if self.needs_input[stage] else layers[live[0] + 1 :] if live else ()
-        return sum(self.input_share(stage, n) for n in behind) * input_gradient + (1 - self.share(mask)) * weight_gradient
+        return sum(self.input_share(stage, n) for n in behind) * input_gradient + (kind == "B") * of_weights
 
-    def makespan(self, masks: Masks) -> float:
+    def makespan(self, masks: Masks, schedule: str, decision: Any) -> float:
         """Seconds of a batch by the profile alone: transfers and host time are 0."""
-        return self.dag.simulate(
-            {
-                i: self.seconds[i.stage_id][i.micro_batch_id][0]
-                if i.is_forward
-                else self.backward(i.stage_id, i.micro_batch_id, masks[i.stage_id][i.micro_batch_id])
-                for i in self.dag.order
-            }
+        if schedule.startswith("planned"):
+            dag = PipelineDag(Schedule(from_commands(decision.orders).ranks))
+        else:
+            dag = PipelineDag(self.orders[schedule])
+        return dag.simulate(
+            {i: self.duration(i.kind, i.stage_id, i.micro_batch_id, masks[i.stage_id][i.micro_batch_id]) for i in dag.order}
         ).makespan
 
     def freeze_ratio(self, masks: Masks) -> tuple[float, float]:
@@ -185,6 +197,32 @@ class Sleep(torch.autograd.Function):
         )  # fmt: skip
 
 
+class SleepInTwo:
+    """:class:`Sleep` with its W apart: an operation of ``rlfreeze_ds.freezing.operations`` on the live weights of a layer."""
+
+    bias = None
+
+    def __init__(self, layer: SleepingLayer, micro_batch_id: int) -> None:
+        self._layer, self._seconds = layer, layer.seconds[micro_batch_id]
+        self.parameters = tuple(weight for weight in layer.weights if weight.requires_grad)
+
+    def output(self, x: torch.Tensor) -> torch.Tensor:
+        self._layer.pace.sleep(self._seconds[0])
+        return x + sum(weight.mean() for weight in self._layer.weights)
+
+    def saved_weight(self) -> None:
+        return None
+
+    def input_gradient(self, gradient: torch.Tensor, x: torch.Tensor, weight: None) -> torch.Tensor:
+        self._layer.pace.sleep(self._seconds[1])
+        return gradient
+
+    def weight_gradients(self, gradient: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        sizes = [weight.numel() for weight in self.parameters]
+        self._layer.pace.sleep(sum(sizes) / sum(self._layer.sizes) * self._seconds[2])
+        return tuple((gradient.sum() / size).expand(size) for size in sizes)
+
+
 class SleepingLayer(nn.Module):
     """One of the layers of a stage; ``seconds[micro_batch]`` = (F, I, W) of this layer."""
 
@@ -204,6 +242,9 @@ class SleepingLayer(nn.Module):
         self._num_forwards += 1
         if self.makes_input_need_gradient and not x.requires_grad:
             x = x.detach().requires_grad_()
+        catcher = weight_gradients._catcher  # set while our engine runs the forward of a backward in two
+        if catcher is not None and any(weight.requires_grad for weight in self.weights):
+            return catcher.record(SleepInTwo(self, micro_batch_id), x)
         return Sleep.apply(x, self, micro_batch_id, *self.weights)
 
 
@@ -273,13 +314,19 @@ def make_engines(options: argparse.Namespace, emulated: Emulated, pace: Pace) ->
         return PipelineModule(layers, num_stages=num_stages, loss_fn=nn.functional.mse_loss, partition_method="uniform")
 
     engines = {"stock": deepspeed.initialize(model=model(), config=config)[0]}
-    for ratio in options.ratios:
+    for name, ratio in itertools.product(options.schedule, options.ratios):
+        schedule, _, most_held = name.partition(":")
+        if schedule == "stock" and ratio == 0:
+            continue  # that is what stock's engine does
         block = {
             "enabled": True, "selection": "spread", "guard": {"enabled": False}, "replan_interval": options.replan_interval,
             "warmup_steps": WARMUP_STEPS, "profile_steps": PROFILE_STEPS_PER_STAGE * num_stages, "ramp_steps": RAMP_STEPS,
-            "planning": {"max_freeze_ratio": ratio, "time_slack": options.time_slack},
+            "planning": {
+                "schedule": schedule, "most_held": int(most_held) if most_held else None,
+                "max_freeze_ratio": ratio, "time_slack": options.time_slack,
+            },
         }  # fmt: skip
-        engines[f"ratio {ratio}"] = rlfreeze_ds.initialize(model=model(), config={**config, "rlfreeze": block})[0]
+        engines[f"{name}, ratio {ratio:g}"] = rlfreeze_ds.initialize(model=model(), config={**config, "rlfreeze": block})[0]
     return engines
 
 
@@ -293,6 +340,9 @@ def rank_main(rank: int, options: argparse.Namespace) -> None:
     steps: dict[str, list[Step]] = {name: [] for name in names}
     settled = WARMUP_STEPS + PROFILE_STEPS_PER_STAGE * len(emulated.seconds) + RAMP_STEPS + 1
     for step in range(settled + options.steps):
+        if step + RAMP_STEPS + 1 == settled:  # they asked for their first plans: those that search for orders take seconds
+            for name in names[1:]:
+                engines[name].freeze_controller.settle()
         turn = step % len(names)
         for name in names[turn:] + names[:turn]:
             taken = train_step(engines[name], watches[name], emulated, pace, data)
@@ -317,18 +367,29 @@ def progress(steps: dict[str, list[Step]]) -> str:
 
 
 def seconds_beyond_profile(emulated: Emulated, stage_id: int, steps: Sequence[Step]) -> dict[str, list[float]]:
-    """Of one engine on this rank: F and B less what they should take, sends, last sleeps, and what no F, B or wait explains."""
-    parts: dict[str, list[float]] = {"forward": [], "backward": [], "send": [], "late_sleep": [], "outside": []}
+    """Of one engine on this rank: F and B less what they should take, sends, last sleeps, and what no F, B or wait explains;
+    and the most micro-batches held at a time."""
+    parts: dict[str, list[float]] = {"forward": [], "backward": [], "send": [], "late_sleep": [], "outside": [], "held": []}
     for step in steps:
-        forwards = [(start, end) for name, start, end in step.rows if name.endswith("ForwardPass")]
-        backwards = [(start, end) for name, start, end in step.rows if name.endswith("BackwardPass")]
-        for m, (start, end) in enumerate(forwards):
-            parts["forward"].append(end - start - emulated.seconds[stage_id][m][0])
-        for m, (start, end) in enumerate(backwards):
-            parts["backward"].append(end - start - emulated.backward(stage_id, m, step.masks[stage_id][m]))
+        counts: Counter[str] = Counter()
+        ends: list[float] = []
+        held = most_held = 0
+        last = "W" if any("BackwardWeight" in name for name, _, _ in step.rows) else "B"
+        for name, start, end in step.rows:
+            kind = next((kind for suffix, kind in KINDS.items() if name.endswith(suffix)), None)
+            if kind is not None:
+                m = counts[kind]
+                expected = emulated.duration(kind, stage_id, m, step.masks[stage_id][m])
+                parts["forward" if kind == "F" else "backward"].append(end - start - expected)
+                counts[kind] += 1
+                ends += [start, end]
+                held -= kind == last
+            held += name == "RecvActivation" or (stage_id == 0 and kind == "F")
+            most_held = max(most_held, held)
+        parts["held"].append(most_held)
         parts["send"] += [end - start for name, start, end in step.rows if name.startswith("Send")]
         parts["late_sleep"] += step.late_s
-        parts["outside"].append(step.batch_s - (backwards[-1][1] - forwards[0][0]))
+        parts["outside"].append(step.batch_s - (max(ends) - min(ends)))
     return parts
 
 
@@ -339,22 +400,27 @@ def write_report(options: argparse.Namespace, emulated: Emulated, steps: dict[st
     for name, rows in steps.items():
         batch = [step.batch_s for step in rows]
         plain = [step.batch_s for step in rows if not step.replanned]
-        # Stock's prediction is that of an engine that watched the same pipeline unfrozen.
-        predicted = (
-            [step.decision.predicted_makespan_s for step in rows]
-            if name != "stock"
-            else [step.decision.unfrozen_makespan_s for other, own in steps.items() if other != "stock" for step in own]
-        )
+        # What freezes nothing is predicted by an engine that watched the same order unfrozen; with none there is no prediction.
+        schedule = name.split(",")[0]
+        predicted = [step.decision.predicted_makespan_s for step in rows if step.decision is not None] or [
+            step.decision.unfrozen_makespan_s
+            for other, own in steps.items()
+            for step in own
+            if other.startswith(f"{schedule},") and step.decision is not None
+        ]
+        predicted_s = statistics.median(predicted) if predicted else math.nan
+        dag_s = statistics.median(emulated.makespan(step.masks, schedule, step.decision) for step in rows)
         beyond = {part: [s for of_rank in parts for s in of_rank[name][part]] for part in parts[0][name]}
         figure = {
             "batch_s": spread(batch),
             "batches_per_second_over_stock": spread([s / ours for s, ours in zip(stock, batch, strict=True)]),
-            "predicted_s": round(statistics.median(predicted), 4),
-            "predicted_over_measured": round(statistics.median(predicted) / statistics.median(batch), 4),
+            "predicted_s": round(predicted_s, 4),
+            "predicted_over_measured": round(predicted_s / statistics.median(batch), 4),
             "freeze_ratio_of_seconds": round(statistics.fmean(emulated.freeze_ratio(step.masks)[0] for step in rows), 4),
+            "most_micro_batches_held": max(beyond["held"]),
             "freeze_ratio_mean_of_masks": round(statistics.fmean(emulated.freeze_ratio(step.masks)[1] for step in rows), 4),
             "where_the_seconds_go": {
-                "dag_of_profile_and_masks_s": round(statistics.median(emulated.makespan(step.masks) for step in rows), 4),
+                "dag_of_profile_and_masks_s": round(dag_s, 4),
                 "before_first_forward_and_after_last_backward_s": round(statistics.median(parts[0][name]["outside"]), 4),
                 "forward_beyond_profile_s": spread(beyond["forward"]),
                 "backward_beyond_profile_s": spread(beyond["backward"]),
@@ -393,6 +459,9 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=8, help="of the model on each stage: 8 of LLaMA-8B's 32 on 4 stages")
     parser.add_argument("--dp", type=int, default=1, help="replicas of the pipeline")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 0.8], help="max_freeze_ratio of each of our engines")
+    parser.add_argument(
+        "--schedule", nargs="+", default=["stock"], help="of our engines: stock, zb-h1, planned, planned:5 (may hold 5)"
+    )
     parser.add_argument("--time-slack", type=float, default=0.02)
     parser.add_argument("--replan-interval", type=int, default=20)
     parser.add_argument("--steps", type=int, default=60, help="counted steps of every engine")

@@ -38,6 +38,18 @@ class CriterionConfig(_Strict):
 class PlanningConfig(_Strict):
     """WHERE and HOW MUCH: the linear program over the schedule's DAG."""
 
+    schedule: Literal["stock", "zb-h1", "planned"] = Field(
+        "stock",
+        description="stock: DeepSpeed's 1F1B; zb-h1: each backward in two, so that a stage does weight gradients where it would "
+        "wait, with no more activations alive than the first stage of 1F1B has; planned: zb-h1 until the first plan, then an "
+        "order searched for the measured seconds",
+    )
+    most_held: int | None = Field(
+        None,
+        ge=1,
+        description="planned: micro-batches whose activations a stage may hold; at least, and by default, what the first stage "
+        "of 1F1B holds",
+    )
     max_freeze_ratio: float = Field(
         0.5,
         ge=0,

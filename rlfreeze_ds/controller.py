@@ -55,6 +55,8 @@ class FreezeController:
         normalised: bool = True,
     ) -> None:
         self.config = config
+        self.freezes = config.planning.max_freeze_ratio > 0
+        self.plans = self.freezes or config.planning.schedule == "planned"
         self.units = units
         self.shape = shape
         self.device = device
@@ -88,7 +90,7 @@ class FreezeController:
         """One line for the log at start."""
         units = sum(len(shape.names) for shape in self.shapes)
         planning = self.config.planning
-        if planning.max_freeze_ratio == 0:
+        if not self.freezes:
             return "max_freeze_ratio is 0, so nothing is ever frozen"
         return (
             f"{units} freeze units on {len(self.shapes)} stages, at most {planning.max_freeze_ratio:.0%} of a stage's "
@@ -105,6 +107,10 @@ class FreezeController:
             mean = sum(shares) / len(shares)
         return StepMasks(self.step, self.phase, self._masks(self.shape, num_micro_batches), mean)
 
+    def orders(self, num_micro_batches: int) -> tuple[str, ...]:
+        """Of all stages in the step that starts now, as planned; none where nothing else than the configured order was."""
+        return self.decision.orders if self._usable(num_micro_batches) else ()
+
     def first_stage_frozen(self, num_micro_batches: int) -> bool:
         """Whether masks leave nothing of the first stage live throughout the step that began last; known on every rank."""
         first = self.shapes[0]
@@ -118,7 +124,7 @@ class FreezeController:
 
     def _masks(self, shape: StageShape, num_micro_batches: int) -> tuple[Mask, ...]:
         """Of any stage, in the step that starts now."""
-        if shape.weights and self.config.planning.max_freeze_ratio > 0:
+        if shape.weights and self.freezes:
             if self.phase == "profile":
                 return self._profile_masks(shape, num_micro_batches)
             if self._usable(num_micro_batches):
@@ -153,13 +159,13 @@ class FreezeController:
         known = self._losses[self.step - 1].read() if self.step - 1 in self._losses else None
         self.step += 1
         self.phase_step += applied
-        if self.config.planning.max_freeze_ratio == 0:
+        if not self.plans:
             return
         if self.planner.pending:
             self._take_answer()
         if known is not None:
             self.thresholds.add_loss(known)
-        if known is not None and self.guard.observe(known) and self.phase in ("ramp", "steady"):
+        if self.freezes and known is not None and self.guard.observe(known) and self.phase in ("ramp", "steady"):
             log_rank0(
                 f"step {self.step}: the loss ({known:.4f}) left its trend ({self.guard.average:.4f}); nothing is frozen "
                 f"for {self.config.guard.cooldown_steps} steps"
@@ -190,7 +196,11 @@ class FreezeController:
             self.thresholds.set_reference()
             # Gradients fall fast at first, and with all micro-batches live they tell nothing of the noise.
             self.noise = GradientNoise(len(self.units), self.device)
-            self._enter("profile")
+            if self.freezes:
+                self._enter("profile")
+            else:
+                self._enter("ramp")
+                self._ask(order)
         elif self.phase == "profile" and self.phase_step >= config.profile_steps:
             self._enter("ramp")
             self._ask(order)

@@ -15,6 +15,7 @@ from rlfreeze_ds.freezing.shape import StageShape
 from rlfreeze_ds.planning.cost_model import Costs, Duration
 from rlfreeze_ds.planning.dag import PipelineDag, Timeline
 from rlfreeze_ds.planning.fit import StageFit
+from rlfreeze_ds.planning.instruction import Instruction
 from rlfreeze_ds.planning.plan import WORTHWHILE_GAIN, Plan
 from rlfreeze_ds.planning.progress import StageProgress, kept_by
 from rlfreeze_ds.planning.solver import Limits, solve
@@ -35,6 +36,7 @@ class Decision:
     """``ratios[stage][micro_batch]``, ``eligible[stage][unit]``, ``unit_shares[stage][unit]``: a unit's share of its stage's
     weight-gradient time, as measured; seconds for one batch. The two expectations are those of :class:`planning.plan.Plan`.
 
+    ``orders``: of the stages, in the words of :func:`planning.schedule.from_commands`; none where the order is not planned.
     ``bubble_ratio``: share of rank-seconds spent waiting. ``whole``: the first stage freezes all of its pool or nothing, for the
     input gradients that a frozen prefix saves.
     """
@@ -52,6 +54,7 @@ class Decision:
     solver: str
     whole: bool
     bubble_ratio: float
+    orders: tuple[str, ...] = ()
 
     @property
     def num_micro_batches(self) -> int:
@@ -73,6 +76,7 @@ class Decision:
         fields = dict(fields)
         for key in ("ratios", "eligible", "unit_shares"):
             fields[key] = tuple(tuple(row) for row in fields[key])
+        fields["orders"] = tuple(fields.get("orders", ()))
         return cls(**fields)
 
     def masks(self, config: FreezeConfig, shape: StageShape, step: int, scale: float = 1.0) -> tuple[Mask, ...]:
@@ -110,9 +114,9 @@ class StageFacts:
         """Share of the weight-gradient time that ``mask`` skips."""
         return min(1.0, sum(self.unit_shares[unit] for unit in mask))
 
-    def backward_s(self, mask: Mask, micro_batch_id: int) -> float:
-        """Seconds of a backward pass under ``mask``."""
-        return self.fit.backward(self.share(mask), self.shape.prefix_share(mask), micro_batch_id)
+    def seconds(self, kind: str, mask: Mask, micro_batch_id: int) -> float:
+        """Seconds of an instruction under ``mask``."""
+        return self.fit.seconds(kind, self.share(mask), self.shape.prefix_share(mask), micro_batch_id)
 
     @property
     def whole(self) -> bool:
@@ -176,11 +180,11 @@ def _plan(
     durations = {}
     for instruction in dag.schedule.instructions:
         facts = stages[instruction.stage_id]
-        if instruction.is_forward:
-            forward_s = facts.fit.forward(instruction.micro_batch_id)
-            durations[instruction] = Duration(forward_s, forward_s)
+        if instruction.computes_weight_gradient:
+            durations[instruction] = _freezable_duration(config, facts, instruction)
         else:
-            durations[instruction] = _backward_duration(config, facts, instruction.micro_batch_id)
+            seconds = facts.seconds(instruction.kind, (), instruction.micro_batch_id)
+            durations[instruction] = Duration(seconds, seconds)
     costs = Costs(durations, transfer_s, _tails(stages))
     caps = _strict_caps(config, stages, dag.schedule.num_micro_batches)
     limits = Limits(
@@ -222,15 +226,17 @@ def _strict_caps(
     return caps
 
 
-def _backward_duration(config: FreezeConfig, facts: StageFacts, micro_batch_id: int) -> Duration:
-    """Linear in the ratio and right at the largest mask that the selection allows."""
-    unfrozen_s = facts.fit.backward(0.0, 0.0, micro_batch_id)
+def _freezable_duration(config: FreezeConfig, facts: StageFacts, instruction: Instruction) -> Duration:
+    """Of a B or W: linear in the ratio and right at the largest mask that the selection allows. What freezing saves of an I is
+    left to the prediction: the program has no ratio there."""
+    kind, micro_batch_id = instruction.kind, instruction.micro_batch_id
+    unfrozen_s = facts.fit.seconds(kind, 0.0, 0.0, micro_batch_id)
     pool = facts.pool(config.selection)
     share = facts.share(pool)
     if share <= 0:
         return Duration(unfrozen_s, unfrozen_s)
     prefix_share = facts.shape.prefix_share(pool) if facts.whole else 0.0
-    saved_s = unfrozen_s - facts.fit.backward(share, prefix_share, micro_batch_id)
+    saved_s = unfrozen_s - facts.fit.seconds(kind, share, prefix_share, micro_batch_id)
     return Duration(unfrozen_s, max(0.0, unfrozen_s - saved_s / share))
 
 
@@ -238,15 +244,10 @@ def batch_timeline(
     dag: PipelineDag, stages: Sequence[StageFacts], masks: Sequence[Sequence[Mask]], transfer_s: float
 ) -> Timeline:
     """Of a batch that runs with exactly these masks (``masks[stage][micro_batch]``), simulated."""
-    seconds = {}
-    for instruction in dag.schedule.instructions:
-        facts = stages[instruction.stage_id]
-        if instruction.is_forward:
-            seconds[instruction] = facts.fit.forward(instruction.micro_batch_id)
-        else:
-            seconds[instruction] = facts.backward_s(
-                masks[instruction.stage_id][instruction.micro_batch_id], instruction.micro_batch_id
-            )
+    seconds = {
+        i: stages[i.stage_id].seconds(i.kind, masks[i.stage_id][i.micro_batch_id], i.micro_batch_id)
+        for i in dag.schedule.instructions
+    }
     return dag.simulate(seconds, transfer_s, _tails(stages))
 
 

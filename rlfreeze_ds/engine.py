@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,7 +30,10 @@ from rlfreeze_ds.masked_schedule import (
     MaskedBackwardPass,
     MaskedForwardPass,
     MaskedSchedule,
+    SplitSchedule,
 )
+from rlfreeze_ds.planning.schedule import to_commands
+from rlfreeze_ds.planning.transfers import blocking_zb_h1
 from rlfreeze_ds.support import (
     check_something_to_train,
     check_split_backward,
@@ -66,7 +70,10 @@ class FreezeEngineMixin:
         self._weight_gradients = WeightGradients(
             [parameter for parameter in self.module.parameters() if id(parameter) in optimized]
         )
-        self._weight_delay: int | None = None
+        self._orders: Callable[[int], Sequence[str]] | None = None
+        if config.planning.schedule != "stock":
+            num_stages = self.num_stages
+            self._split_backwards(cache(lambda num_micro_batches: to_commands(blocking_zb_h1(num_stages, num_micro_batches))))
         checkpoint = self.module.activation_checkpoint_func
         if checkpoint is not ds_checkpointing.non_reentrant_checkpoint:
             self.module.activation_checkpoint_func = self._keeping_gradients(checkpoint)
@@ -87,15 +94,18 @@ class FreezeEngineMixin:
 
     # -- one batch ----------------------------------------------------------------------------------------------------
 
-    def _split_backwards(self, weight_delay: int | None) -> None:
-        """From the next batch on: as :class:`MaskedSchedule` says.
+    def _split_backwards(self, orders: Callable[[int], Sequence[str]] | None) -> None:
+        """From the next batch on. None leaves backwards whole, in the order of stock's schedule.
+
+        Args:
+            orders: of all stages for a number of micro-batches, each in the words of ``planning.schedule.from_commands``.
 
         Raises:
             UnsupportedError
         """
-        if weight_delay is not None:
+        if orders is not None:
             check_split_backward(self._config)
-        self._weight_delay = weight_delay
+        self._orders = orders
 
     def _exec_schedule(self, pipe_schedule: ds_schedule.PipeSchedule) -> None:
         if isinstance(pipe_schedule, ds_schedule.InferenceSchedule):
@@ -103,7 +113,11 @@ class FreezeEngineMixin:
             return
         self._step_masks = self.freeze_controller.begin_step(self.micro_batches)
         self._settled = self._observed = False
-        schedule = MaskedSchedule(pipe_schedule, self._step_masks, self._weight_delay)
+        if self._orders is None:
+            schedule = MaskedSchedule(pipe_schedule, self._step_masks)
+        else:
+            orders = self.freeze_controller.orders(self.micro_batches) or self._orders(self.micro_batches)
+            schedule = SplitSchedule(orders[self.stage_id], self.stage_id, self.num_stages, self._step_masks)
         try:
             super()._exec_schedule(schedule)
             self._freeze_profiler.end_schedule()
@@ -160,7 +174,7 @@ class FreezeEngineMixin:
 
     def _exec_masked_forward(self, buffer_id: int, micro_batch_id: int, mask: Mask) -> None:
         self._mask_now = mask
-        catching = nullcontext() if self._weight_delay is None else self._weight_gradients.forward()
+        catching = nullcontext() if self._orders is None else self._weight_gradients.forward()
         with masked(self.freeze_controller.units, mask), catching, self._freeze_profiler.record("F", micro_batch_id):
             _stock(ds_schedule.ForwardPass)(self, buffer_id)
 
@@ -243,10 +257,7 @@ class FreezeEngineMixin:
         if isinstance(self._gradients, Bf16Gradients):
             self._gradients.stand_in()
         controller = self.freeze_controller
-        if (
-            controller.step % controller.config.criterion.interval == 0
-            and controller.config.planning.max_freeze_ratio > 0
-        ):
+        if controller.freezes and controller.step % controller.config.criterion.interval == 0:
             norms = unit_norms(
                 self._gradients,
                 controller.units,

@@ -11,7 +11,7 @@ import numpy as np
 
 from rlfreeze_ds.freezing.masks import Mask
 from rlfreeze_ds.freezing.shape import StageShape
-from rlfreeze_ds.planning.fit import BackwardSample, StageFit, fit_stage
+from rlfreeze_ds.planning.fit import BackwardSample, StageFit, fit_stage, fit_weight
 from rlfreeze_ds.telemetry.profiler import StepTiming
 
 # Steps whose timings a fit looks at: enough for medians, few enough to follow a machine that changes.
@@ -47,6 +47,9 @@ class _Measured:
     masks: StepMasks
     forward_s: tuple[float, ...]
     backward: tuple[BackwardSample, ...]
+    """Of whole backwards: an I and its W are added up."""
+    weight: tuple[tuple[Mask, float], ...]
+    """Of each W, its mask and seconds."""
 
 
 class StepHistory:
@@ -61,16 +64,17 @@ class StepHistory:
     def add(self, timing: StepTiming, masks: StepMasks) -> None:
         """Take a step whose times are known."""
         kept = self._calibration if masks.phase in ("warmup", "profile") else self._recent
-        kept.append(self._measured(timing.with_whole_backwards(), masks))
+        kept.append(self._measured(timing, masks))
 
     def _measured(self, timing: StepTiming, masks: StepMasks) -> _Measured:
         forward = tuple(seconds for (kind, _), seconds in timing.seconds.items() if kind == "F")
+        weight = tuple((masks.masks[m], seconds) for (kind, m), seconds in timing.seconds.items() if kind == "W")
         backward = []
-        for (kind, micro_batch_id), seconds in timing.seconds.items():
+        for (kind, micro_batch_id), seconds in timing.with_whole_backwards().seconds.items():
             if kind != "F":
                 mask = masks.masks[micro_batch_id]
                 backward.append((mask, self.shape.prefix_share(mask), seconds))
-        return _Measured(timing, masks, forward, tuple(backward))
+        return _Measured(timing, masks, forward, tuple(backward), weight)
 
     def rebase(self, since_step: int) -> None:
         """The machine is another since ``since_step``: what was measured before counts as so much slower, or faster, as the steps
@@ -105,26 +109,31 @@ class StepHistory:
         )
         if fit is None:
             return None
+        fit = fit_weight(
+            fit, [(sum(fit.unit_shares[unit] for unit in mask), seconds) for step in steps for mask, seconds in step.weight]
+        )
         tail_s = max(0.0, float(np.median([step.timing.tail_s for step in steps])))
         return self._beyond(replace(fit, tail_s=tail_s), steps)
 
     def _beyond(self, fit: StageFit, steps: list[_Measured]) -> StageFit:
         """With what the micro-batches at both ends of a batch take beyond ``fit``. Those between are alike, to a planner too."""
         num_micro_batches = len(steps[-1].masks.masks)
-        beyond: dict[str, list[list[float]]] = {kind: [[] for _ in range(num_micro_batches)] for kind in "FB"}
+        # Backwards run as they did last.
+        kinds = "FB" if fit.weight_s is None else "FIW"
+        beyond: dict[str, list[list[float]]] = {kind: [[] for _ in range(num_micro_batches)] for kind in kinds}
         for step in steps:
             if len(step.masks.masks) != num_micro_batches:
                 continue
             for (kind, m), seconds in step.timing.seconds.items():
-                if NEAR_END <= m < num_micro_batches - NEAR_END:
+                if NEAR_END <= m < num_micro_batches - NEAR_END or kind not in beyond:
                     continue
                 mask = step.masks.masks[m]
-                expected = fit.forward_s
-                if kind != "F":
-                    expected = fit.backward(sum(fit.unit_shares[unit] for unit in mask), self.shape.prefix_share(mask))
-                beyond["F" if kind == "F" else "B"][m].append(seconds - expected)
+                share, prefix_share = sum(fit.unit_shares[unit] for unit in mask), self.shape.prefix_share(mask)
+                expected = fit.seconds(kind, share, prefix_share)
+                beyond[kind][m].append(seconds - expected)
         medians = {kind: tuple(float(np.median(row)) if row else 0.0 for row in rows) for kind, rows in beyond.items()}
-        return replace(fit, forward_beyond_s=medians["F"], backward_beyond_s=medians["B"])
+        backward, weight = (medians["B"], ()) if fit.weight_s is None else (medians["I"], medians["W"])
+        return replace(fit, forward_beyond_s=medians["F"], backward_beyond_s=backward, weight_beyond_s=weight)
 
     def unfrozen_makespan_s(self, num_micro_batches: int) -> float | None:
         """Median seconds of the batch, in steps in which nothing was frozen on any stage."""

@@ -1,7 +1,8 @@
-"""The schedule that the engine runs: DeepSpeed's, with a mask in every forward and backward, and backwards in two if need be."""
+"""The schedule that the engine runs, with a mask in every forward and backward: DeepSpeed's, or one with backwards in two."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from deepspeed.runtime.pipe import schedule as ds_schedule
@@ -10,7 +11,10 @@ from rlfreeze_ds.freezing.masks import Mask
 from rlfreeze_ds.history import StepMasks
 from rlfreeze_ds.planning.schedule import command_name
 
-_NEEDS_GRADIENTS = (ds_schedule.ReduceTiedGrads, ds_schedule.ReduceGrads, ds_schedule.OptimizerStep)
+_TRANSFERS = {
+    "SA": ds_schedule.SendActivation, "RA": ds_schedule.RecvActivation,
+    "SG": ds_schedule.SendGrad, "RG": ds_schedule.RecvGrad,
+}  # fmt: skip
 
 
 class MaskedForwardPass(ds_schedule.ForwardPass):
@@ -39,19 +43,11 @@ class BackwardWeightPass(ds_schedule.PipeInstruction):
 
 
 class MaskedSchedule:
-    """A training schedule whose forward and backward passes carry masks; everything else passes through.
+    """A training schedule whose forward and backward passes carry masks; everything else passes through."""
 
-    Args:
-        weight_delay: None leaves the backwards whole. Else each is an I, and its W comes after the I of so many micro-batches
-            later, at the latest before the gradients are reduced.
-    """
-
-    def __init__(
-        self, pipe_schedule: ds_schedule.PipeSchedule, step_masks: StepMasks, weight_delay: int | None = None
-    ) -> None:
+    def __init__(self, pipe_schedule: ds_schedule.PipeSchedule, step_masks: StepMasks) -> None:
         self._schedule = pipe_schedule
         self._masks = step_masks.masks
-        self._weight_delay = weight_delay
         self.order: list[str] = []
         """What ran so far, in the words of :func:`rlfreeze_ds.planning.schedule.from_commands`."""
 
@@ -61,7 +57,7 @@ class MaskedSchedule:
 
     def __iter__(self) -> Iterator[list[ds_schedule.PipeInstruction]]:
         # A mask belongs to a micro-batch, and stock instructions carry only a cyclic buffer_id: count them.
-        num_forward = num_backward = num_weight = 0
+        num_forward = num_backward = 0
         for commands in self._schedule:
             masked_commands: list[ds_schedule.PipeInstruction] = []
             for command in commands:
@@ -72,14 +68,53 @@ class MaskedSchedule:
                     command = MaskedForwardPass(command.buffer_id, num_forward, self._masks[num_forward])
                     num_forward += 1
                 elif type(command) is ds_schedule.BackwardPass:
-                    kind = MaskedBackwardPass if self._weight_delay is None else BackwardInputPass
-                    command = kind(command.buffer_id, num_backward, self._masks[num_backward])
+                    command = MaskedBackwardPass(command.buffer_id, num_backward, self._masks[num_backward])
                     num_backward += 1
-                due = 0
-                if self._weight_delay is not None:
-                    ends = isinstance(command, _NEEDS_GRADIENTS)
-                    due = num_backward if ends else num_backward - self._weight_delay
-                late = [BackwardWeightPass(micro_batch_id) for micro_batch_id in range(num_weight, due)]
-                num_weight += len(late)
-                masked_commands += [command, *late] if isinstance(command, BackwardInputPass) else [*late, command]
+                masked_commands.append(command)
             yield masked_commands
+
+
+class SplitSchedule:
+    """A training schedule with every backward in two, in an order of its own.
+
+    The i-th of each kind is of micro-batch i, so the gradients of a weight are added up in the order of a whole backward. Every
+    W comes before the gradients are reduced. On the last stage a forward is followed by its own I: DeepSpeed keeps one loss.
+
+    Args:
+        order: of this stage, in the words of :func:`rlfreeze_ds.planning.schedule.from_commands`. That no rank waits for ever
+            is up to whoever made the orders of all stages.
+    """
+
+    def __init__(self, order: str, stage_id: int, num_stages: int, step_masks: StepMasks) -> None:
+        self.order = order.split()
+        self._is_first, self._is_last = stage_id == 0, stage_id + 1 == num_stages
+        self._masks = step_masks.masks
+
+    def num_pipe_buffers(self) -> int:
+        """The most micro-batches at any time whose input is there and whose input gradient is not yet sent away."""
+        begin, end = ("F", "I") if self._is_first else ("RA", "SG")
+        held = most = 0
+        for word in self.order:
+            held += (word == begin) - (word == end)
+            most = max(most, held)
+        return most
+
+    def __iter__(self) -> Iterator[list[ds_schedule.PipeInstruction]]:
+        num_buffers = self.num_pipe_buffers()
+        counts: Counter[str] = Counter()
+        for word in self.order:
+            micro_batch_id = counts[word]
+            counts[word] += 1
+            # Buffers are taken and given back in the order of the micro-batches, so they go round.
+            yield self._commands(word, micro_batch_id, micro_batch_id % num_buffers)
+        yield [ds_schedule.ReduceTiedGrads(), ds_schedule.ReduceGrads(), ds_schedule.OptimizerStep()]
+
+    def _commands(self, word: str, micro_batch_id: int, buffer_id: int) -> list[ds_schedule.PipeInstruction]:
+        if word == "W":
+            return [BackwardWeightPass(micro_batch_id)]
+        if word == "I":
+            return [BackwardInputPass(buffer_id, micro_batch_id, self._masks[micro_batch_id])]
+        if word == "F":
+            forward = MaskedForwardPass(buffer_id, micro_batch_id, self._masks[micro_batch_id])
+            return [ds_schedule.LoadMicroBatch(buffer_id), forward] if self._is_first or self._is_last else [forward]
+        return [_TRANSFERS[word](buffer_id)]

@@ -5,22 +5,30 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rlfreeze_ds.config import FreezeConfig
 from rlfreeze_ds.decision import Decision, StageFacts, batch_seconds, decide
-from rlfreeze_ds.errors import SolverError
+from rlfreeze_ds.errors import RLFreezeError, SolverError
 from rlfreeze_ds.freezing.masks import Mask
 from rlfreeze_ds.freezing.shape import StageShape
 from rlfreeze_ds.planning.dag import PipelineDag
 from rlfreeze_ds.planning.fit import StageFit, fit_transfer
+from rlfreeze_ds.planning.instruction import Instruction
+from rlfreeze_ds.planning.planned_order import Batch, common_order, held, search
 from rlfreeze_ds.planning.progress import StageGradients, StageProgress, measured_stages
-from rlfreeze_ds.planning.schedule import from_commands
+from rlfreeze_ds.planning.schedule import Schedule, from_commands, to_commands
+from rlfreeze_ds.planning.transfers import blocking_zb_h1
 
 # Rounding of a mean over the micro-batches.
 _TOLERANCE = 1e-6
+
+# Of max_freeze_ratio, before there is a plan: what a batch needs whose order is made for it.
+_FIRST_GUESS = 0.4
+# Predicted seconds that differ by less are alike.
+_ALIKE = 0.005
 
 
 @dataclass(frozen=True)
@@ -138,21 +146,80 @@ def answer(request: PlanRequest) -> PlanAnswer:
     Raises:
         SolverError: no solver gave an answer that holds.
     """
-    dag = PipelineDag(from_commands(request.orders))
     stages = request.stages()
-    transfer_s = _transfer_s(request, dag, stages)
-    decision = decide(request.step, request.config, dag, stages, transfer_s, request.plan_ratios, _beyond(request))
-    return PlanAnswer(decision, transfer_s)
+    transfer_s = _transfer_s(request, stages)
+
+    def decided(schedule: Schedule) -> Decision:
+        dag = PipelineDag(schedule)
+        return decide(request.step, request.config, dag, stages, transfer_s, request.plan_ratios, _beyond(request))
+
+    if request.config.planning.schedule != "planned":
+        return PlanAnswer(decided(from_commands(request.orders)), transfer_s)
+    return PlanAnswer(_with_its_order(request, stages, transfer_s, decided), transfer_s)
 
 
-def _transfer_s(request: PlanRequest, dag: PipelineDag, stages: list[StageFacts]) -> float:
+def _with_its_order(
+    request: PlanRequest, stages: list[StageFacts], transfer_s: float, decided: Callable[[Schedule], Decision]
+) -> Decision:
+    """The best order depends on what is frozen, and the reverse: orders are searched for some guesses at what each stage freezes,
+    and of plans about as fast as the fastest the one that freezes least is taken."""
+    start, most_held = blocking_zb_h1(len(stages), request.num_micro_batches), _most_held(request)
+    limits = [min(len(stages), request.num_micro_batches), most_held, most_held, most_held]
+    orders, found = [to_commands(start)], [decided(start)]
+    means = [_FIRST_GUESS * request.config.planning.max_freeze_ratio] * len(stages)
+    if request.present is not None and _runs(request, request.present.orders):
+        orders.append(request.present.orders)
+        found.append(decided(from_commands(orders[-1])))
+        limits, means = [most_held], _means(request.present)
+    for number, limit in enumerate(limits):
+        seconds = {i: _mean_seconds(stages[i.stage_id], i, means[i.stage_id]) for i in start.instructions}
+        schedule = search(start, Batch(seconds, transfer_s, limit), seed=len(limits) * request.step + number)
+        orders.append(to_commands(schedule))
+        found.append(decided(schedule))
+        means = _means(found[-1])
+    fastest_s = min(decision.predicted_makespan_s for decision in found)
+    alike = [i for i, decision in enumerate(found) if decision.predicted_makespan_s <= (1 + _ALIKE) * fastest_s]
+    best = min(alike, key=lambda i: (found[i].mean_freeze_ratio, found[i].predicted_makespan_s))
+    return replace(found[best], orders=orders[best])
+
+
+def _means(decision: Decision) -> list[float]:
+    """Of a stage's ratios. An order for the ratios of single micro-batches would leave the program nothing to improve."""
+    return [sum(row) / len(row) for row in decision.ratios]
+
+
+def _runs(request: PlanRequest, orders: Sequence[str]) -> bool:
+    """Whether a batch may run in these orders."""
+    try:
+        return max(held(common_order(from_commands(orders)), len(request.shapes))) <= _most_held(request)
+    except RLFreezeError:
+        return False
+
+
+def _most_held(request: PlanRequest) -> int:
+    of_1f1b = min(len(request.shapes), request.num_micro_batches)
+    return max(of_1f1b, request.config.planning.most_held or 0)
+
+
+def _mean_seconds(facts: StageFacts, instruction: Instruction, ratio: float) -> float:
+    """At a ratio of which no mask is drawn yet."""
+    return facts.fit.seconds(instruction.kind, ratio, ratio if facts.whole else 0.0, instruction.micro_batch_id)
+
+
+def _transfer_s(request: PlanRequest, stages: list[StageFacts]) -> float:
     """From the last steps under the present plan, where the model of a batch then errs least; before there are any, from those
     in which nothing was frozen."""
+
+    steady = request.present is not None and request.steady
+    schedule = from_commands(request.orders)
+    if request.config.planning.schedule == "planned":  # a plan that just came has not run yet, and nothing is planned unfrozen
+        schedule = from_commands(request.present.orders) if steady else blocking_zb_h1(len(stages), request.num_micro_batches)
+    dag = PipelineDag(schedule)
 
     def fitted(masks: Sequence[Sequence[Mask]], measured_s: float) -> float:
         return fit_transfer(lambda seconds: batch_seconds(dag, stages, masks, seconds), measured_s)
 
-    if request.present is not None and request.steady:
+    if steady:
         found = []
         for step, measured_s in request.steady:
             masks = [request.present.masks(request.config, shape, step) for shape in request.shapes]
@@ -188,6 +255,18 @@ def check_answer(request: PlanRequest, answer: PlanAnswer) -> None:
             _expect(False, f"ratio of stage {stage_id}, micro-batch {wrong}", row[wrong], "0 to 1")
         mean = math.fsum(row) / len(row)
         _expect(mean <= limit + _TOLERANCE, f"mean ratio of stage {stage_id}", mean, f"at most {limit:g}")
+    if request.config.planning.schedule == "planned":
+        try:
+            schedule = from_commands(decision.orders)
+            most = max(held(common_order(schedule), len(request.shapes)))
+        except RLFreezeError as error:
+            raise SolverError(f"an absurd plan: an order that cannot run ({error})") from None
+        counts = [schedule.num_ranks, schedule.num_micro_batches]
+        wanted = [len(request.shapes), request.num_micro_batches]
+        _expect(counts == wanted, "stages and micro-batches of the order", counts, f"{wanted}")
+        _expect(most <= _most_held(request), "micro-batches held", most, f"at most {_most_held(request)}")
+    else:
+        _expect(not decision.orders, "orders", decision.orders, "none")
     for shape, row in zip(request.shapes, decision.unit_shares, strict=False):
         fits = len(row) == len(shape.weights) and all(_in_range(share, 1.0 + _TOLERANCE) for share in row)
         _expect(fits, f"shares of the units of stage {shape.stage_id}", row, f"{len(shape.weights)} numbers from 0 to 1")

@@ -50,14 +50,18 @@ def test_emulated_pipeline_smoke(tmp_path: Path) -> None:
     write_profile(tmp_path / "profile.csv", schedule, Costs({i: seconds[i.kind] for i in schedule.instructions}))
     record = run_small(
         tmp_path, "emulated_pipeline.py", "--profile", str(tmp_path / "profile.csv"), "--scale", "0.1", "--ratios", "0.8",
-        "--blocks", "1",
+        "--blocks", "1", "--schedule", "stock", "zb-h1", "planned:3",
     )  # fmt: skip
-    stock, ours = record["figures"]["stock"], record["figures"]["ratio 0.8"]
+    names = ("stock", "stock, ratio 0.8", "zb-h1, ratio 0.8", "planned:3, ratio 0.8")
+    stock, *ours = (record["figures"][name] for name in names)
+    assert [record["figures"][name]["most_micro_batches_held"] for name in names[:3]] == [2, 2, 2]
+    assert record["figures"][names[3]]["most_micro_batches_held"] <= 3
     assert record["emulated"] and str(tmp_path) not in json.dumps(record)
     # (micro-batches + stages - 1) * (F + B)
     assert stock["where_the_seconds_go"]["dag_of_profile_and_masks_s"] == pytest.approx(5 * 0.04)
-    assert stock["freeze_ratio_of_seconds"] == 0 < ours["freeze_ratio_of_seconds"] <= 0.8
-    for figures in (stock, ours):
+    assert stock["freeze_ratio_of_seconds"] == 0
+    assert all(0 < figures["freeze_ratio_of_seconds"] <= 0.8 for figures in ours)
+    for figures in (stock, *ours):
         parts = figures["where_the_seconds_go"]
         # Nothing is skipped that the masks do not skip, and what they skip (W takes 0.02 s) is not slept.
         assert figures["batch_s"]["median"] >= 0.98 * parts["dag_of_profile_and_masks_s"]

@@ -57,3 +57,35 @@ def test_the_machine_got_slower_and_the_ends_with_it() -> None:
     after = found.fit()
     assert after.forward(0) == pytest.approx(2 * before.forward(0), rel=0.05)
     assert after.backward(0.5, 0.0, 3) == pytest.approx(2 * before.backward(0.5, 0.0, 3), rel=0.05)
+
+
+def split_history(num_steps: int = 40) -> StepHistory:
+    """I = 12 ms less 2 per frozen unit; W = 18 ms less 8, 4 more in the last micro-batch."""
+    rng, found = np.random.default_rng(1), StepHistory(SHAPE)
+    for step in range(num_steps):
+        masks = tuple(MASKS[index] for index in rng.integers(0, 4, MICRO_BATCHES))
+        seconds = {("F", m): 0.010 for m in range(MICRO_BATCHES)}
+        for m, mask in enumerate(masks):
+            seconds["I", m] = 0.012 - 0.002 * len(mask)
+            seconds["W", m] = 0.018 - 0.008 * len(mask) + 0.004 * (m == MICRO_BATCHES - 1)
+        noisy = {key: value + 1e-4 * rng.standard_normal() for key, value in seconds.items()}
+        found.add(StepTiming(step, noisy, 1.0, 0.002), StepMasks(step, "warmup" if step < 10 else "steady", masks))
+    return found
+
+
+def test_a_backward_in_two_is_fitted_in_two() -> None:
+    fit = split_history().fit()
+    assert fit is not None and fit.weight_s == pytest.approx(0.018, abs=2e-4)
+    for share in (0.0, 0.5, 1.0):
+        assert fit.backward_input(share, 0.0, 5) == pytest.approx(0.012 - 0.004 * share, abs=3e-4)
+        assert fit.backward_weight(share, 5) == pytest.approx(0.018 - 0.016 * share, abs=3e-4)
+        assert fit.backward_weight(share, MICRO_BATCHES - 1) == pytest.approx(0.022 - 0.016 * share, abs=4e-4)
+        whole = fit.backward_input(share, 0.0, 0) + fit.backward_weight(share, 0)
+        assert fit.backward(share, 0.0, 0) == pytest.approx(whole, abs=1e-9)
+    assert {name for name, _, _ in split_history().instruction_seconds(0)} == {"F", "I", "W"}
+
+
+def test_a_split_history_survives_a_checkpoint() -> None:
+    found, again = split_history(), StepHistory(SHAPE)
+    again.load_state_dict(found.state_dict())
+    assert again.fit() == found.fit()

@@ -111,7 +111,7 @@ def test_measured_shares_choose_the_masks_and_their_seconds() -> None:
     shape = StageShape(0, tuple("abc"), (0.1, 0.5, 0.4), (0, 1, 2), 0)
     fit = StageFit(1.0, 2.0, 1.0, 0.0, (0.5, 0.3, 0.2))
     facts = StageFacts(shape, fit, (True,) * 3, StageProgress(((1.0, None),), 4))
-    assert facts.share((0,)) == 0.5 and facts.backward_s((0, 2), 1) == pytest.approx(1.3)
+    assert facts.share((0,)) == 0.5 and facts.seconds("B", (0, 2), 1) == pytest.approx(1.3)
     dag = PipelineDag(one_f_one_b(1, 4))
     assert batch_seconds(dag, [facts], [[(0,), (), (), ()]], 0.0) == pytest.approx(4 * 3 - 0.5)
     config = FreezeConfig.model_validate({"enabled": True, "selection": "spread"})

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from rlfreeze_ds import plan_process
-from rlfreeze_ds.config import FreezeConfig
-from rlfreeze_ds.decision import batch_seconds, decide
+from rlfreeze_ds.config import FreezeConfig, PlanningConfig
+from rlfreeze_ds.decision import PREDICTED_STEPS, batch_seconds, decide
 from rlfreeze_ds.errors import SolverError
 from rlfreeze_ds.freezing.shape import StageShape
 from rlfreeze_ds.plan_process import PlanProcess, worker_environment
@@ -26,8 +26,10 @@ from rlfreeze_ds.plan_request import PlanAnswer, PlanRequest, answer, check_answ
 from rlfreeze_ds.planning.builders import one_f_one_b
 from rlfreeze_ds.planning.dag import PipelineDag
 from rlfreeze_ds.planning.fit import StageFit
+from rlfreeze_ds.planning.planned_order import common_order, held
 from rlfreeze_ds.planning.progress import StageGradients
-from rlfreeze_ds.planning.schedule import from_commands
+from rlfreeze_ds.planning.schedule import from_commands, to_commands
+from rlfreeze_ds.planning.transfers import blocking_zb_h1
 from tests import jobs
 from tests.harness import run_ranks
 from tests.planning.test_main import python
@@ -130,6 +132,109 @@ def test_an_answer_is_the_decision_for_the_transfer_that_meets_the_measured_batc
     assert answered.decision == decide(7, REQUEST.config, dag, REQUEST.stages(), answered.transfer_s)
     assert answered.transfer_s > 0 and answered.decision.unfrozen_makespan_s == pytest.approx(16.0)
     assert answer(replace(REQUEST, unfrozen_makespan_s=None, transfer_s=0.5)).transfer_s == 0.5
+
+
+def test_a_plan_for_zb_h1_freezes_w_and_predicts_the_batch_of_i_and_w() -> None:
+    orders = to_commands(blocking_zb_h1(2, MICRO_BATCHES))
+    first = StageFit(1.0, 2.0, 0.9, weight_s=1.0, weight_saving_s=0.7)
+    fits = (first, StageFit(1.0, 2.1, 1.1, weight_s=1.3, weight_saving_s=1.1))
+    config = FreezeConfig(enabled=True, selection="spread")
+    request = replace(REQUEST, orders=orders, fits=fits, unfrozen_makespan_s=None, config=config)
+    assert PlanRequest.from_json(request.to_json()) == request
+    decision = answer(request).decision
+    check_answer(request, answer(request))
+    schedule = from_commands(orders)
+    dag = PipelineDag(schedule)
+
+    def seconds(stage: int, kind: str, share: float) -> float:
+        fit = fits[stage]
+        return {
+            "F": 1.0,
+            "I": fit.backward_s - fit.weight_s - share * (fit.weight_gradient_s - fit.weight_saving_s),
+            "W": fit.weight_s - share * fit.weight_saving_s,
+        }[kind]
+
+    unfrozen = dag.simulate({i: seconds(i.stage_id, i.kind, 0.0) for i in schedule.instructions}).makespan
+    assert decision.unfrozen_makespan_s == pytest.approx(unfrozen)
+    assert unfrozen < answer(replace(request, orders=ORDERS)).decision.unfrozen_makespan_s
+    assert 0 < decision.mean_freeze_ratio <= 0.5 + 1e-9
+    predicted = []
+    for step in range(request.step, request.step + PREDICTED_STEPS):
+        masks = [decision.masks(request.config, shape, step) for shape in request.shapes]
+        shares = [[sum(0.1 * (unit + 1) for unit in mask) for mask in row] for row in masks]
+        durations = {i: seconds(i.stage_id, i.kind, shares[i.stage_id][i.micro_batch_id]) for i in schedule.instructions}
+        predicted.append(dag.simulate(durations).makespan)
+    assert decision.predicted_makespan_s == pytest.approx(sum(predicted) / len(predicted))
+    assert decision.predicted_makespan_s < 0.95 * unfrozen
+
+
+def planned_request() -> PlanRequest:
+    config = FreezeConfig.model_validate({"enabled": True, "selection": "spread", "planning": {"schedule": "planned"}})
+    fits = tuple(StageFit(1.0, 3.1, 1.4, weight_s=1.5, weight_saving_s=1.4) for _ in range(2))
+    orders = to_commands(blocking_zb_h1(2, MICRO_BATCHES))
+    return replace(REQUEST, orders=orders, fits=fits, unfrozen_makespan_s=None, config=config, transfer_s=0.02)
+
+
+def test_a_planned_order_holds_no_more_and_takes_no_longer_than_zb_h1() -> None:
+    request = planned_request()
+    answered = answer(request)
+    check_answer(request, answered)
+    assert PlanAnswer.from_json(answered.to_json()) == answered
+    fixed = replace(request, config=request.config.model_copy(update={"planning": PlanningConfig(schedule="zb-h1")}))
+    assert answer(fixed).decision.orders == ()
+    assert answered.decision.predicted_makespan_s <= answer(fixed).decision.predicted_makespan_s * 1.001
+    order = common_order(from_commands(answered.decision.orders))
+    assert max(held(order, 2)) <= 2
+
+
+@pytest.mark.parametrize(
+    ("orders", "message"),
+    [
+        ((), "an order that cannot run|stages and micro-batches"),
+        (("F SA RG I W", "RA F I SG W"), "micro-batches of the order"),
+        (("F SA " * 4 + "RG I " * 4 + "W " * 4, "RA F I SG " * 4 + "W " * 4), "wait for each other"),
+        (("F SA RG I " * 4 + "W " * 4, "RA F I SG " * 4 + "W " * 4), "micro-batches held = 4, must be at most 2"),
+    ],
+)
+def test_an_order_that_could_not_run_or_holds_too_much_is_refused(orders: tuple[str, ...], message: str) -> None:
+    request = planned_request()
+    answered = answer(request)
+    with pytest.raises(SolverError, match=message):
+        check_answer(request, replace(answered, decision=replace(answered.decision, orders=orders)))
+
+
+def test_the_next_plan_keeps_an_order_that_is_as_good() -> None:
+    request = planned_request()
+    first = answer(request).decision
+    again = answer(replace(request, step=request.step + 20, present=first, transfer_s=0.02)).decision
+    assert again.predicted_makespan_s <= 1.006 * first.predicted_makespan_s
+    unknown = replace(first, orders=("F I W", "F I W"))  # of a checkpoint, say, under another limit
+    check_answer(request, answer(replace(request, present=unknown)))
+
+
+def planned_job(max_freeze_ratio: float) -> dict[str, Any]:
+    planning = {"background": False, "schedule": "planned", "most_held": 3, "max_freeze_ratio": max_freeze_ratio}
+    block = {**QUICK, "planning": planning}
+    engine = build(2, jobs.ds_config(MICRO_BATCHES, rlfreeze=block))
+    ran, losses = [], []
+    for step in range(20):
+        wanted = engine.freeze_controller.orders(MICRO_BATCHES)
+        losses.append(float(engine.train_batch(jobs.batches(step, MICRO_BATCHES))))
+        ran.append((wanted[engine.stage_id] if wanted else None, engine._order))
+    decision = engine.freeze_controller.decision
+    return {"ran": ran, "losses": losses, "orders": decision.orders, "ratio": decision.mean_freeze_ratio}
+
+
+@pytest.mark.parametrize("max_freeze_ratio", [0.5, 0.0])
+def test_a_job_runs_the_orders_that_were_planned(max_freeze_ratio: float) -> None:
+    results = run_ranks(planned_job, 2, max_freeze_ratio)
+    first = to_commands(blocking_zb_h1(2, MICRO_BATCHES))
+    for stage, found in enumerate(results):
+        assert found["orders"] == results[0]["orders"] != () and found["losses"] == results[0]["losses"]
+        assert all(wanted is None for wanted, _ in found["ran"][: 7 if max_freeze_ratio else 3])
+        assert found["ratio"] == 0 or max_freeze_ratio > 0
+        assert all(order == (first[stage] if wanted is None else wanted) for wanted, order in found["ran"])
+        assert any(wanted is not None for wanted, _ in found["ran"])
 
 
 def test_the_transfer_follows_the_steps_under_the_present_plan() -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.pipe.schedule import TrainSchedule
 from torch import nn
 from torch.nn import functional
 
+from rlfreeze_ds.planning.schedule import command_name
 from tests import jobs
 from tests import test_engine as whole_backwards
 from tests.exact.cells import LAYERS, Cell
@@ -82,12 +85,30 @@ def force_random_masks(engine: Any) -> None:
     controller.begin_step = begin_step
 
 
+def delayed(num_stages: int, delay: int) -> Callable[[int], list[str]]:
+    """Orders for the engine: stock's, each W right after the I of ``delay`` micro-batches later, or at the end."""
+
+    def orders(num_micro_batches: int) -> list[str]:
+        found = []
+        for stage_id in range(num_stages):
+            words, num_run = [], 0
+            commands = [c for step in TrainSchedule(num_micro_batches, num_stages, stage_id) for c in step]
+            for word in filter(None, map(command_name, commands)):
+                words.append("I" if word == "B" else word)
+                num_run += word == "B"
+                words += ["W"] * (word == "B" and num_run > delay)
+            found.append(" ".join([*words, *["W"] * min(delay, num_micro_batches)]))
+        return found
+
+    return orders
+
+
 def train(cell: Cell, delay: int | None) -> dict[str, Any]:
     """``STEPS`` steps; what they brought, and what ran in the last one."""
     from rlfreeze_ds.engine import BackwardInputPass, BackwardWeightPass
 
     engine = build_mixed(cell)
-    engine._split_backwards(delay)
+    engine._split_backwards(None if delay is None else delayed(cell.stages, delay))
     if cell.masks == "random":
         force_random_masks(engine)
     ran, most_kept = [], 0
@@ -136,7 +157,7 @@ def train(cell: Cell, delay: int | None) -> dict[str, Any]:
     timing = engine.freeze_controller.history._recent or engine.freeze_controller.history._calibration
     return {
         "losses": losses, "state": state, "fired": fired, "ran": ran, "most kept": most_kept,
-        "timed": sorted(timing[-1].timing.seconds),
+        "timed": sorted(timing[-1].timing.with_whole_backwards().seconds),
     }  # fmt: skip
 
 
@@ -207,7 +228,7 @@ def traced_job(num_stages: int, micro_batches: int, delay: int, plan: Any) -> di
     from rlfreeze_ds.engine import BackwardWeightPass, FreezePipelineEngine
 
     engine = whole_backwards.build(num_stages, jobs.ds_config(micro_batches, rlfreeze=BLOCK, gradient_clipping=0.0))
-    engine._split_backwards(delay)
+    engine._split_backwards(delayed(num_stages, delay))
     whole_backwards.force_masks(engine, plan)
     trace: list[dict[str, torch.Tensor]] = []
 
@@ -248,7 +269,7 @@ def interrupted_job() -> dict[str, Any]:
     from rlfreeze_ds.engine import BackwardInputPass, FreezePipelineEngine
 
     engine = build_mixed(Cell("fp32", stages=1))
-    engine._split_backwards(AT_THE_END)
+    engine._split_backwards(delayed(1, AT_THE_END))
     kept: list[Any] = []
 
     def failing(self: Any, **kwargs: Any) -> None:
@@ -280,7 +301,7 @@ def watched_job() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for delay in (None, 1):
         engine = build_mixed(Cell("fp32"))
-        engine._split_backwards(delay)
+        engine._split_backwards(None if delay is None else delayed(2, delay))
         seen: list[Any] = []
         end_step = engine.freeze_controller.end_step
 
@@ -314,7 +335,7 @@ def refusal_job() -> str:
     engine = build_mixed(Cell("fp32", stages=1))
     engine._config.activation_checkpointing_config.contiguous_memory_optimization = True
     with pytest.raises(UnsupportedError) as caught:
-        engine._split_backwards(1)
+        engine._split_backwards(delayed(1, 1))
     engine._split_backwards(None)
     return str(caught.value)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -27,6 +27,10 @@ class StageFit:
 
     ``forward_beyond_s``, ``backward_beyond_s``: per micro-batch, seconds beyond these formulas. The first forward of a batch, for
     one, follows an optimizer step and finds everything cold.
+
+    Where backwards run in two, ``weight_s`` is the whole of W and ``weight_saving_s`` what freezing all units takes off it; I is
+    the rest of the backward, and of what freezing saves (biases and norms have their gradients there). ``backward_beyond_s`` is
+    then of I. None: they run as one.
     """
 
     forward_s: float
@@ -37,15 +41,37 @@ class StageFit:
     tail_s: float = 0.0
     forward_beyond_s: tuple[float, ...] = ()
     backward_beyond_s: tuple[float, ...] = ()
+    weight_s: float | None = None
+    weight_saving_s: float = 0.0
+    weight_beyond_s: tuple[float, ...] = ()
 
-    def forward(self, micro_batch_id: int) -> float:
+    def forward(self, micro_batch_id: int | None) -> float:
         """Seconds of a forward pass; never negative."""
         return max(0.0, self.forward_s + _at(self.forward_beyond_s, micro_batch_id))
 
     def backward(self, share: float, prefix_share: float, micro_batch_id: int | None = None) -> float:
         """Seconds of a backward pass, without a micro-batch of any but the special ones; never negative."""
         saved = share * self.weight_gradient_s + prefix_share * self.input_gradient_s
-        return max(0.0, self.backward_s - saved + _at(self.backward_beyond_s, micro_batch_id))
+        beyond_s = _at(self.backward_beyond_s, micro_batch_id) + _at(self.weight_beyond_s, micro_batch_id)
+        return max(0.0, self.backward_s - saved + beyond_s)
+
+    def backward_weight(self, share: float, micro_batch_id: int | None = None) -> float:
+        """Seconds of a W; never negative."""
+        return max(0.0, (self.weight_s or 0.0) - share * self.weight_saving_s + _at(self.weight_beyond_s, micro_batch_id))
+
+    def backward_input(self, share: float, prefix_share: float, micro_batch_id: int | None = None) -> float:
+        """Seconds of an I; never negative."""
+        saved = share * (self.weight_gradient_s - self.weight_saving_s) + prefix_share * self.input_gradient_s
+        beyond_s = _at(self.backward_beyond_s, micro_batch_id)
+        return max(0.0, self.backward_s - (self.weight_s or 0.0) - saved + beyond_s)
+
+    def seconds(self, kind: str, share: float, prefix_share: float, micro_batch_id: int | None = None) -> float:
+        """Seconds of an F, B, I or W."""
+        if kind == "F":
+            return self.forward(micro_batch_id)
+        if kind == "W":
+            return self.backward_weight(share, micro_batch_id)
+        return (self.backward if kind == "B" else self.backward_input)(share, prefix_share, micro_batch_id)
 
 
 def _at(beyond_s: tuple[float, ...], micro_batch_id: int | None) -> float:
@@ -88,6 +114,17 @@ def fit_stage(
     total = float(unit_s.sum())
     shares = unit_s / total if total > 0 else size
     return StageFit(float(np.median(forwards)), backward_s, total, input_gradient_s, tuple(shares.tolist()))
+
+
+def fit_weight(fit: StageFit, samples: Sequence[tuple[float, float]]) -> StageFit:
+    """``fit`` with what of a backward is W's, from (share of the weight-gradient time that was frozen, seconds of W) pairs."""
+    known = np.array([pair for pair in samples if np.isfinite(pair[1]) and pair[1] >= 0], dtype=float)
+    if not len(known):
+        return fit
+    design = np.stack([np.ones(len(known)), -known[:, 0]], axis=1)
+    solution, _ = _huber(design, known[:, 1], None)
+    weight_s = min(max(0.0, float(solution[0])), fit.backward_s)
+    return replace(fit, weight_s=weight_s, weight_saving_s=min(max(0.0, float(solution[1])), weight_s, fit.weight_gradient_s))
 
 
 def _huber(design: np.ndarray, seconds: np.ndarray, penalty: np.ndarray | None) -> tuple[np.ndarray, float]:

@@ -174,13 +174,13 @@ def from_pipe_schedules(pipe_schedules: Sequence[Iterable[Iterable[Any]]]) -> Sc
     return from_commands([" ".join(filter(None, map(command_name, commands))) for commands in ranks])
 
 
-# A forward, a backward, and the two ends of the transfers of what they make.
+# A forward, a backward whole or in two, and the two ends of the transfers of what they make.
 _NAMES = {
-    "ForwardPass": "F", "BackwardPass": "B",
+    "ForwardPass": "F", "BackwardInputPass": "I", "BackwardWeightPass": "W", "BackwardPass": "B",  # an I is also a BackwardPass
     "SendActivation": "SA", "RecvActivation": "RA", "SendGrad": "SG", "RecvGrad": "RG",
 }  # fmt: skip
 _TRANSFERS = {"SA": ("F", 0), "RA": ("F", -1), "SG": ("B", 0), "RG": ("B", 1)}
-"""Of a transfer: what made it, how many stages away."""
+"""Of a transfer: what made it (B stands for an I as well), how many stages away."""
 
 
 def command_name(command: Any) -> str | None:
@@ -196,17 +196,21 @@ def _name_of(kind: type) -> str | None:
 
 def from_commands(orders: Sequence[str]) -> Schedule:
     """One stage a rank, each rank's execution order in words, such as "RA F SA RG B SG": the i-th of each kind is of
-    micro-batch i. F and B are instructions; SA, RA, SG and RG send and receive an activation or a gradient, and block.
+    micro-batch i. F, B, I and W are instructions; SA, RA, SG and RG send and receive an activation or a gradient, and block.
 
     Raises:
         ScheduleError: an unknown word, a stage without a forward, or not the same micro-batches everywhere.
     """
     ranks: list[tuple[Instruction | Transfer, ...]] = []
-    for stage_id, order in enumerate(orders):
+    words = [order.split() for order in orders]
+    split = {stage_id for stage_id, names in enumerate(words) if "I" in names}
+    for stage_id, names in enumerate(words):
         counts: Counter[str] = Counter()
         rank: list[Instruction | Transfer] = []
-        for name in order.split():
+        for name in names:
             kind, stages_away = _TRANSFERS.get(name, (name, 0))
+            if name in _TRANSFERS and kind == "B" and stage_id + stages_away in split:
+                kind = "I"
             instruction = Instruction(stage_id + stages_away, counts[name], kind)
             rank.append(Transfer(instruction) if name in _TRANSFERS else instruction)
             counts[name] += 1
@@ -214,6 +218,18 @@ def from_commands(orders: Sequence[str]) -> Schedule:
         ranks.append(tuple(rank))
     instructions = tuple(tuple(i for i in rank if isinstance(i, Instruction)) for rank in ranks)
     return Schedule(instructions, tuple(ranks))
+
+
+def to_commands(schedule: Schedule) -> tuple[str, ...]:
+    """The reverse of :func:`from_commands`, for a schedule of one stage a rank whose transfers have their places."""
+    ends = {end: name for name, end in _TRANSFERS.items()}
+    return tuple(
+        " ".join(
+            ends[node.sender.kind.replace("I", "B"), node.sender.stage_id - stage_id] if isinstance(node, Transfer) else node.kind
+            for node in rank
+        )
+        for stage_id, rank in enumerate(schedule.blocking)
+    )
 
 
 def _dual_pipe_v(rank: int, num_ranks: int, commands: Sequence[Any]) -> tuple[Instruction, ...]:
@@ -239,8 +255,9 @@ def _dual_pipe_v(rank: int, num_ranks: int, commands: Sequence[Any]) -> tuple[In
 
 
 def _check_backwards(rank: int, stage_id: int, counts: Counter[str]) -> None:
-    if counts["F"] == 0 or counts["F"] != counts["B"]:
+    num_backwards = counts["B"] + counts["I"]
+    if counts["F"] == 0 or counts["F"] != num_backwards:
         raise ScheduleError(
-            f"the pipe schedule of rank {rank}: stage {stage_id} runs {counts['F']} forwards and {counts['B']} backwards; "
+            f"the pipe schedule of rank {rank}: stage {stage_id} runs {counts['F']} forwards and {num_backwards} backwards; "
             "a training schedule runs as many of each, at least 1. Pass one training PipeSchedule per rank."
         )

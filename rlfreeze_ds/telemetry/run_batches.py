@@ -76,14 +76,15 @@ def _batches(event: Mapping[str, Any]) -> RunBatches:
     planned = {
         i: float(event["ratios"][i.stage_id][i.micro_batch_id]) for i in dag.schedule.instructions if i.computes_weight_gradient
     }
+    weight_gradient = {(i.stage_id, i.micro_batch_id): i for i in planned}  # an I is under the mask of its W
     ratios: dict[str, dict[Instruction, float]] = {"unfrozen": {}, "planned": planned, "measured": planned}
     timelines = {}
     for name in ("unfrozen", "planned"):
         seconds = {}
         for i in dag.schedule.instructions:
-            fit, ratio = fits[i.stage_id], ratios[name].get(i, 0.0)
+            fit, ratio = fits[i.stage_id], ratios[name].get(weight_gradient[i.stage_id, i.micro_batch_id], 0.0)
             # Where a first stage freezes whole, its input gradients go with its weight gradients.
-            seconds[i] = fit.forward(i.micro_batch_id) if i.is_forward else fit.backward(ratio, ratio, i.micro_batch_id)
+            seconds[i] = fit.seconds(i.kind, ratio, ratio, i.micro_batch_id)
         timelines[name] = dag.simulate(seconds, transfer_s, tails)
     measured = [{(kind, m): seconds for kind, m, seconds in stage} for stage in event["seconds"]]
     timelines["measured"] = measured_timeline(dag, measured, transfer_s, tails)
