@@ -113,6 +113,7 @@ class FreezeEngineMixin:
             return
         self._step_masks = self.freeze_controller.begin_step(self.micro_batches)
         self._settled = self._observed = False
+        self._freeze_profiler.start_step()
         if self._orders is None:
             schedule = MaskedSchedule(pipe_schedule, self._step_masks)
         else:
@@ -121,6 +122,9 @@ class FreezeEngineMixin:
         try:
             super()._exec_schedule(schedule)
             self._freeze_profiler.end_schedule()
+        except BaseException:
+            self._abandon_batch()
+            raise
         finally:
             self._weight_gradients.clear()
             self._gradients.finish()
@@ -129,6 +133,14 @@ class FreezeEngineMixin:
         if self._observed and not self._step_applied:
             self.freeze_controller.forget_gradients()
         self._order = " ".join(schedule.order)
+
+    def _abandon_batch(self) -> None:
+        """After an error in it: none of its activations stays alive, and its gradients count for no statistics."""
+        for buffers in self.pipe_buffers.values():
+            buffers[:] = [None] * len(buffers)
+        self.loss = None
+        if self._observed:
+            self.freeze_controller.forget_gradients()
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
         """As stock; afterwards the controller takes the step's loss and timings."""
