@@ -113,6 +113,7 @@ class FreezeEngineMixin:
             return
         self._step_masks = self.freeze_controller.begin_step(self.micro_batches)
         self._settled = self._observed = False
+        self._freeze_profiler.start_step()
         if self._orders is None:
             schedule = MaskedSchedule(pipe_schedule, self._step_masks)
         else:
@@ -121,6 +122,9 @@ class FreezeEngineMixin:
         try:
             super()._exec_schedule(schedule)
             self._freeze_profiler.end_schedule()
+        except BaseException:
+            self._abandon_batch()
+            raise
         finally:
             self._weight_gradients.clear()
             self._gradients.finish()
@@ -129,6 +133,14 @@ class FreezeEngineMixin:
         if self._observed and not self._step_applied:
             self.freeze_controller.forget_gradients()
         self._order = " ".join(schedule.order)
+
+    def _abandon_batch(self) -> None:
+        """After an error in it: none of its activations stays alive, and its gradients count for no statistics."""
+        for buffers in self.pipe_buffers.values():
+            buffers[:] = [None] * len(buffers)
+        self.loss = None
+        if self._observed:
+            self.freeze_controller.forget_gradients()
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
         """As stock; afterwards the controller takes the step's loss and timings."""
@@ -183,11 +195,21 @@ class FreezeEngineMixin:
         with masked(self.freeze_controller.units, mask), self._freeze_profiler.record("B", micro_batch_id):
             self._backward_live(buffer_id)
 
+    def _exec_recv_grads_apart(self, buffer_id: int) -> None:
+        """Stock receives activations and gradients in the same memory. In its own order a gradient is used up at once; in
+        others an activation may come before its I."""
+        _stock(ds_schedule.RecvGrad)(self, buffer_id)
+        if self._orders is not None:
+            used = {tensor.untyped_storage().data_ptr() for tensor in _tensors(self.pipe_recv_buf)}
+            if any(tensor.untyped_storage().data_ptr() in used for tensor in _tensors(self.grad_layer)):
+                # Later gradients are received in the copy.
+                copies = [tensor.clone() for tensor in _tensors(self.grad_layer)]
+                self.grad_layer = copies[0] if torch.is_tensor(self.grad_layer) else copies
+
     def _exec_backward_input(self, buffer_id: int, micro_batch_id: int, mask: Mask) -> None:
         self._mask_now = mask
         # The next gradient is received in the same memory.
-        received = () if self.is_last_stage() or self.grad_layer is None else self.grad_layer
-        received = (received,) if torch.is_tensor(received) else received
+        received = () if self.is_last_stage() else _tensors(self.grad_layer)
         with masked(self.freeze_controller.units, mask), self._freeze_profiler.record("I", micro_batch_id):
             with self._weight_gradients.backward(micro_batch_id, received):
                 self._backward_live(buffer_id)
@@ -320,6 +342,11 @@ def _stock(instruction: type) -> Callable[..., None]:
     return PipelineEngine._INSTRUCTION_MAP[instruction]
 
 
+def _tensors(buffers: torch.Tensor | Sequence[torch.Tensor] | None) -> Sequence[torch.Tensor]:
+    """What DeepSpeed receives in: nothing yet, a tensor, or several."""
+    return () if buffers is None else (buffers,) if torch.is_tensor(buffers) else buffers
+
+
 class FreezePipelineEngine(FreezeEngineMixin, PipelineEngine):
     """The drop-in engine. Made by :func:`rlfreeze_ds.initialize`; everything else is ``PipelineEngine``'s."""
 
@@ -330,6 +357,7 @@ class FreezePipelineEngine(FreezeEngineMixin, PipelineEngine):
         MaskedBackwardPass: FreezeEngineMixin._exec_masked_backward,
         BackwardInputPass: FreezeEngineMixin._exec_backward_input,
         BackwardWeightPass: FreezeEngineMixin._exec_backward_weight,
+        ds_schedule.RecvGrad: FreezeEngineMixin._exec_recv_grads_apart,
         ds_schedule.ReduceTiedGrads: FreezeEngineMixin._exec_settled_reduce_tied_grads,
         ds_schedule.ReduceGrads: FreezeEngineMixin._exec_settled_reduce_grads,
     }

@@ -15,6 +15,6 @@ for _lock in _BUILDS.glob("**/lock"):
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The whole matrix of tests/exact takes minutes; without the flag a subset runs."""
-    parser.addoption("--matrix", action="store_true", help="run every cell of tests/exact/test_matrix.py")
+    """The whole matrix of tests/exact, and all long runs, take minutes; without the flag a subset runs."""
+    parser.addoption("--matrix", action="store_true", help="run all of test_matrix.py and test_split_runs.py")
     parser.addoption("--matrix-table", default=None, help="where to write the table of what passed")

@@ -35,6 +35,14 @@ def test_overhead_smoke(tmp_path: Path) -> None:
     assert figures["median_ratio"] > 0 and figures["options"]["steps"] == 4
 
 
+def test_split_cost_smoke(tmp_path: Path) -> None:
+    small = ("--width", "16", "--layers", "2", "--seq-len", "16", "--rows", "1", "--micro-batches", "2", "--warmup", "1")
+    figures = run_small(tmp_path, "split_cost.py", *small, "--plan-steps", "16")
+    assert figures["cost_of_splitting"] == pytest.approx(figures["split_over_ours"]["median"] - 1, abs=1e-4)
+    assert len(figures["batch_s"]) == 6 and all(0 < row["lower"] <= row["upper"] for row in figures["batch_s"].values())
+    assert all(0 <= ratio <= 0.6 for ratio in figures["mean_freeze_ratio"].values())
+
+
 def test_savings_smoke(tmp_path: Path) -> None:
     """Bytes are exact, whatever the machine: what is frozen is not reduced."""
     for job, engines in run_small(tmp_path, "savings.py", *TINY, "--rows", "8")["figures"].items():

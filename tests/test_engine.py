@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import nn
 
 from tests import jobs
 from tests.harness import run_ranks
+from tests.split_job import use_order
 
 LAYERS = 4
 OFF = {"enabled": False}
@@ -150,26 +152,34 @@ def dp_rank(engine: Any) -> int:
 
 
 def masked_job(
-    num_stages: int, dp: int, micro_batches: int, optimizer: str, plan: Any, clip: float = 0.0
+    num_stages: int, dp: int, micro_batches: int, optimizer: str, plan: Any, clip: float = 0.0, order: str = "stock"
 ) -> dict[str, Any]:
-    from rlfreeze_ds.engine import FreezePipelineEngine, MaskedBackwardPass
+    """With the masks of ``plan``. ``traces``: per step and micro-batch the gradients so far, each after the instruction that
+    made it: B, or where the backward is in two I (biases) and W (weights)."""
+    from rlfreeze_ds.engine import BackwardInputPass, BackwardWeightPass, FreezePipelineEngine, MaskedBackwardPass
 
     config = jobs.ds_config(
         micro_batches, rlfreeze=QUICK, dp=dp, optimizer=copy.deepcopy(OPTIMIZERS[optimizer]), gradient_clipping=clip
     )
     engine = build(num_stages, config)
     force_masks(engine, plan)
+    use_order(engine, order)
     trace: list[dict[str, torch.Tensor]] = []
 
-    def traced_backward(self: Any, **kwargs: Any) -> None:
-        FreezePipelineEngine._INSTRUCTION_MAP[MaskedBackwardPass](self, **kwargs)
-        trace.append({n: p.grad.clone() for n, p in self.module.named_parameters() if p.grad is not None})
+    def traced(kind: type, endings: tuple[str, ...]) -> Any:
+        def run(self: Any, **kwargs: Any) -> None:
+            FreezePipelineEngine._INSTRUCTION_MAP[kind](self, **kwargs)
+            parameters = [(n, p) for n, p in self.module.named_parameters() if n.endswith(endings) and p.grad is not None]
+            trace[kwargs["micro_batch_id"]].update({n: p.grad.clone() for n, p in parameters})
 
-    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, MaskedBackwardPass: traced_backward}
+        return run
+
+    made_by = {MaskedBackwardPass: ("weight", "bias"), BackwardInputPass: ("bias",), BackwardWeightPass: ("weight",)}
+    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, **{kind: traced(kind, made) for kind, made in made_by.items()}}
     first = jobs.weights(engine)
     after, traces, untouched = [], [], []
     for step, masks in enumerate(plan):
-        trace.clear()
+        trace[:] = [{} for _ in masks]
         before, before_state = jobs.weights(engine), optimizer_state(engine)
         engine.train_batch(jobs.batches(step, micro_batches, dp_rank(engine)))
         now, now_state = jobs.weights(engine), optimizer_state(engine)
@@ -193,7 +203,7 @@ def equal_state(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor])
     return before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
 
 
-def merge(results: list[dict[str, Any]], key: str, *index: int) -> dict[str, torch.Tensor]:
+def merge(results: Sequence[dict[str, Any]], key: str, *index: int) -> dict[str, torch.Tensor]:
     merged: dict[str, torch.Tensor] = {}
     for result in results:
         value = result[key]
@@ -206,35 +216,44 @@ def merge(results: list[dict[str, Any]], key: str, *index: int) -> dict[str, tor
 # -- tests ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("num_stages", "micro_batches", "optimizer"),
-    [
-        (2, 4, "sgd"),
-        (2, 4, "momentum"),
-        (2, 4, "adam"),
-        (2, 4, "adamw"),
-        (2, 1, "adamw"),
-        (2, 8, "adamw"),
-        (1, 4, "adamw"),
-        (3, 4, "adamw"),
-        (4, 6, "adamw"),
+# Micro-batches, optimizer and order of the jobs of as many stages.
+JOBS = {
+    1: [(4, "adamw", "stock"), (4, "adamw", "W 0 later"), (4, "adamw", "W 2 later")],
+    2: [
+        (4, "sgd", "stock"), (4, "momentum", "stock"), (4, "adam", "stock"), (4, "adamw", "stock"), (1, "adamw", "stock"),
+        (8, "adamw", "stock"), (4, "sgd", "zb-h1"), (4, "momentum", "searched"), (4, "adam", "zb-h1"), (8, "adamw", "drawn"),
+        (1, "adamw", "zb-h1"), (4, "adamw", "W 0 later"), (4, "adamw", "W 2 later"),
     ],
-)
-def test_masked_training_equals_a_single_process_loop(num_stages: int, micro_batches: int, optimizer: str) -> None:
-    plan = random_masks(4, micro_batches)
-    results = run_ranks(masked_job, num_stages, num_stages, 1, micro_batches, optimizer, plan)
-    after, accumulated = reference_run(merge(results, "first"), plan, optimizer)
-    for step in range(len(plan)):
-        for m in range(micro_batches):
-            got, expected = merge(results, "traces", step, m), accumulated[step][m]
-            assert got.keys() == expected.keys(), (step, m)
-            for name in expected:
-                torch.testing.assert_close(got[name], expected[name], rtol=0, atol=0, msg=f"{step} {m} {name}")
-        for name, weight in merge(results, "after", step).items():
-            torch.testing.assert_close(weight, after[step][name], rtol=0, atol=0, msg=f"{step} {name}")
-    checked = [ok for result in results for ok in result["untouched"]]
-    assert checked and all(checked)
-    assert all(flag for result in results for flag in result["flags"])
+    3: [(4, "adamw", "stock"), (4, "adamw", "zb-h1"), (8, "sgd", "searched")],
+    4: [(6, "adamw", "stock"), (6, "adamw", "zb-h1"), (6, "adamw", "searched"), (8, "sgd", "drawn")],
+}  # fmt: skip
+
+
+def masked_jobs(num_stages: int, cases: list[tuple[int, str, str]]) -> list[dict[str, Any]]:
+    return [
+        masked_job(num_stages, 1, micro_batches, optimizer, random_masks(4, micro_batches), order=order)
+        for micro_batches, optimizer, order in cases
+    ]
+
+
+@pytest.mark.parametrize("num_stages", JOBS)
+def test_masked_training_equals_a_single_process_loop(num_stages: int) -> None:
+    ranks = run_ranks(masked_jobs, num_stages, num_stages, JOBS[num_stages])
+    for case, results in zip(JOBS[num_stages], zip(*ranks, strict=True), strict=True):
+        micro_batches, optimizer, _ = case
+        plan = random_masks(4, micro_batches)
+        after, accumulated = reference_run(merge(results, "first"), plan, optimizer)
+        for step in range(len(plan)):
+            for m in range(micro_batches):
+                got, expected = merge(results, "traces", step, m), accumulated[step][m]
+                assert got.keys() == expected.keys(), (case, step, m)
+                for name in expected:
+                    torch.testing.assert_close(got[name], expected[name], rtol=0, atol=0, msg=f"{case} {step} {m} {name}")
+            for name, weight in merge(results, "after", step).items():
+                torch.testing.assert_close(weight, after[step][name], rtol=0, atol=0, msg=f"{case} {step} {name}")
+        checked = [ok for result in results for ok in result["untouched"]]
+        assert checked and all(checked)
+        assert all(flag for result in results for flag in result["flags"])
 
 
 @pytest.mark.parametrize("frozen", ["first", "last", "all"])

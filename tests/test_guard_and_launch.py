@@ -66,3 +66,17 @@ def test_profiler_hands_out_whole_steps_in_order() -> None:
     assert timing.step == 7 and list(timing.seconds) == [("F", 0), ("F", 1), ("B", 0), ("B", 1)]
     assert timing.tail_s >= 0.01 and timing.makespan_s >= timing.tail_s + sum(timing.seconds.values()) > timing.tail_s
     assert profiler.finish_step(8) == []
+
+
+def test_profiler_forgets_a_step_that_ended_with_an_error() -> None:
+    profiler = InstructionProfiler(torch.device("cpu"))
+    for _ in range(2):
+        profiler.start_step()
+        with profiler.record("F", 0):
+            pass
+        time.sleep(0.01)
+        with profiler.record("B", 0):
+            pass
+    profiler.end_schedule()
+    (timing,) = profiler.finish_step(0)
+    assert timing.makespan_s < 0.02

@@ -16,6 +16,8 @@ from rlfreeze_ds.planning.schedule import from_commands, from_pipe_schedules, to
 from rlfreeze_ds.planning.transfers import blocking_zb_h1
 from tests import jobs
 from tests.harness import run_ranks
+from tests.orders import drawn, searched
+from tests.split_job import use_order
 
 SIZES = [(stages, micro_batches) for stages in range(1, 9) for micro_batches in range(1, 17)]
 ALL_DONE = ["ReduceTiedGrads", "ReduceGrads", "OptimizerStep"]
@@ -124,6 +126,23 @@ def test_no_rank_waits_for_ever_and_buffers_hold_what_is_needed(num_stages: int)
         check(to_commands(blocking_zb_h1(num_stages, num_micro_batches)), num_micro_batches)
 
 
+@pytest.mark.parametrize("num_stages", range(1, 9))
+def test_nor_in_any_order_that_can_run(num_stages: int) -> None:
+    for num_micro_batches in range(1, 17):
+        check(drawn(num_stages, num_micro_batches, seed=num_micro_batches), num_micro_batches)
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_micro_batches"),
+    [(1, 3), (2, 1), (2, 7), (3, 8), (4, 1), (4, 2), (4, 16), (5, 4), (6, 9), (7, 3), (8, 16)],
+)
+def test_nor_in_orders_searched_for_random_seconds(num_stages: int, num_micro_batches: int) -> None:
+    for extra in (0, 1, 3):
+        check(
+            searched(num_stages, num_micro_batches, seed=10 * num_stages + extra, extra=extra, num_moves=150), num_micro_batches
+        )
+
+
 def test_no_more_buffers_than_stock_and_the_order_of_zb_h1() -> None:
     for num_stages, num_micro_batches in SIZES:
         orders = to_commands(blocking_zb_h1(num_stages, num_micro_batches))
@@ -151,16 +170,22 @@ def test_the_checks_above_can_fail(orders: tuple[str, ...], problem: str) -> Non
 # -- for real ------------------------------------------------------------------------------------------------------------
 
 
+ORDERS = ("stock", "zb-h1", "searched", "drawn")
+
+
 def job(num_stages: int, sizes: Iterable[int], steps: int) -> dict[str, Any]:
-    """Losses and weights with whole backwards and with ZB-H1, and what the engine says that it ran."""
+    """Losses and weights in every order, and what the engine says that it ran last."""
     import rlfreeze_ds
 
     found: dict[str, Any] = {}
     for num_micro_batches in sizes:
-        for name in ("stock", "zb-h1"):
-            block = {"enabled": True, "planning": {"schedule": name, "max_freeze_ratio": 0}}
+        for name in ORDERS:
+            schedule = name if name in ("stock", "zb-h1") else "stock"
+            block = {"enabled": True, "planning": {"schedule": schedule, "max_freeze_ratio": 0}}
             config = jobs.ds_config(num_micro_batches, rlfreeze=block)
             engine = rlfreeze_ds.initialize(model=jobs.pipeline(num_stages, 2 * num_stages), config=config)[0]
+            if name != schedule:
+                use_order(engine, name)
             losses = []
             for step in range(steps):
                 losses.append(float(engine.train_batch(jobs.batches(step, num_micro_batches))))
@@ -172,10 +197,16 @@ def job(num_stages: int, sizes: Iterable[int], steps: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_losses_and_weights_are_those_of_whole_backwards(num_stages: int) -> None:
-    for stage, found in enumerate(run_ranks(job, num_stages, num_stages, (1, 3, 8), 4)):
-        for num_micro_batches in (1, 3, 8):
-            whole, split = (found[f"{num_micro_batches} {name}"] for name in ("stock", "zb-h1"))
-            assert whole[0] == split[0] and whole[1].keys() == split[1].keys()
-            assert all(torch.equal(whole[1][name], split[1][name]) for name in whole[1])
+    sizes, steps = (1, 2, 3, 8), 4
+    for stage, found in enumerate(run_ranks(job, num_stages, num_stages, sizes, steps)):
+        for num_micro_batches in sizes:
+            whole, *split = (found[f"{num_micro_batches} {name}"] for name in ORDERS)
+            for losses, weights, _ in split:
+                assert whole[0] == losses and whole[1].keys() == weights.keys()
+                assert all(torch.equal(whole[1][name], weights[name]) for name in weights)
             assert "I" not in whole[2].split()
-            assert split[2] == to_commands(blocking_zb_h1(num_stages, num_micro_batches))[stage]
+            assert [order for _, _, order in split] == [
+                to_commands(blocking_zb_h1(num_stages, num_micro_batches))[stage],
+                searched(num_stages, num_micro_batches, num_moves=100)[stage],
+                drawn(num_stages, num_micro_batches, steps - 1)[stage],
+            ]

@@ -101,15 +101,20 @@ class WeightGradients:
             # Autograd takes the youngest node first: made last to first, they run as in the whole backward, so that the terms
             # of a weight that was used twice are added in the same order. Each lets go of its pair: nothing else holds it.
             with torch.enable_grad():
-                ends = []
+                ends, held = [], []
                 while pairs:
                     parameters = pairs[-1].operation.parameters
-                    ends.append(_Weights.apply([pairs.pop()], *parameters))
+                    held.append([pairs.pop()])
+                    ends.append(_Weights.apply(held[-1], *parameters))
             ends = [end for end in ends if end.requires_grad]  # else the user froze it meanwhile
             if ends:
                 blank = {end.dtype: end for end in ends}  # a value that nobody looks at
                 blank = {dtype: end.detach() for dtype, end in blank.items()}
-                torch.autograd.backward(ends, [blank[end.dtype] for end in ends])
+                try:
+                    torch.autograd.backward(ends, [blank[end.dtype] for end in ends])
+                finally:
+                    for pair in held:  # after an error autograd keeps nodes until its next backward
+                        pair.clear()
 
     def clear(self) -> None:
         """The batch is over, or ended with an error: nothing is kept."""

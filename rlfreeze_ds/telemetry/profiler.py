@@ -63,6 +63,10 @@ class InstructionProfiler:
         """The last command of the step's schedule has run."""
         self._end = self._now()
 
+    def start_step(self) -> None:
+        """What a step left that ended with an error is of no use."""
+        self._records = []
+
     def finish_step(self, step: int) -> list[StepTiming]:
         """Close the step and return every step whose times are known by now, oldest first."""
         if self._records:

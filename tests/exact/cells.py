@@ -58,6 +58,7 @@ class Cell:
     uneven: bool = False
     mask_scope: str = "micro_batch"
     settings: tuple[tuple[str, Any], ...] = ()
+    schedule: str = "stock"
 
     @property
     def name(self) -> str:
@@ -80,6 +81,8 @@ class Cell:
         if self.uneven:
             parts.append("uneven")
         parts += [f"{key}" for key, _ in self.settings]
+        if self.schedule != "stock":
+            parts.append(self.schedule)
         return ", ".join(parts)
 
     @property
@@ -101,7 +104,10 @@ class Cell:
         mode = FP16 if self.mode.startswith("fp16") else MODES[self.mode]
         if self.mode.endswith("fp32-accum"):
             mode = {**mode, "data_types": {"grad_accum_dtype": "fp32"}}
-        config = jobs.ds_config(self.micro_batches, rlfreeze={"enabled": True}, dp=self.dp, **mode)
+        block: dict[str, Any] = {"enabled": True}
+        if self.schedule != "stock":
+            block["planning"] = {"schedule": self.schedule}
+        config = jobs.ds_config(self.micro_batches, rlfreeze=block, dp=self.dp, **mode)
         del config["optimizer"]
         if OPTIMIZERS[self.optimizer]:
             config["optimizer"] = {**OPTIMIZERS[self.optimizer], "params": dict(OPTIMIZERS[self.optimizer]["params"])}
@@ -235,6 +241,12 @@ def all_cells() -> list[Cell]:
             cells += [replace(base, stages=2, dp=2, masks=masks, clip=None)]
         cells += [replace(base, dp=2, optimizer=name) for name in ("momentum", "fused adamw", "groups")]
         cells += [replace(base, masks="first stage", checkpointing=(1, True), clip=None)]
+        split = replace(base, schedule="zb-h1")
+        cells += [split, replace(split, optimizer="fused adamw"), replace(split, optimizer="groups"), replace(split, clip=0.05)]
+        cells += [replace(split, stages=4, micro_batches=8), replace(split, dp=2), replace(split, stages=3, uneven=True)]
+        cells += [replace(split, checkpointing=(1, reentrant)) for reentrant in (True, False)]
+        cells += [replace(split, tied=True), replace(split, user_frozen="adapters only")]
+        cells += [replace(split, masks=masks) for masks in ("first stage", "all stages", "from the start")]
     cells += [replace(Cell(mode=mode), user_frozen="first stage") for mode in ("fp32",)]
     cells += [
         replace(Cell(mode=mode), stages=1, dp=2, settings=((setting, value),))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 
 import pulp
 import pytest
@@ -14,13 +13,7 @@ from rlfreeze_ds.planning.linear_program import make_solver
 from rlfreeze_ds.planning.planned_order import Batch, common_order, held, makespan, needs, ranks_of, search
 from rlfreeze_ds.planning.schedule import Schedule, Transfer, from_commands
 from rlfreeze_ds.planning.transfers import blocking_zb_h1
-
-
-def batch_of(schedule: Schedule, seed: int, most_held: int, transfer_s: float = 0.05) -> Batch:
-    """Seconds by stage and kind, with some noise."""
-    rng = random.Random(seed)
-    mean = {(s, kind): rng.uniform(0.5, 2.0) for s in range(schedule.num_stages) for kind in "FIW"}
-    return Batch({i: mean[i.stage_id, i.kind] * rng.uniform(0.9, 1.1) for i in schedule.instructions}, transfer_s, most_held)
+from tests.orders import batch_of
 
 
 def least_makespan(schedule: Schedule, batch: Batch) -> float:
