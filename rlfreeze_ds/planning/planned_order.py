@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from rlfreeze_ds.errors import ScheduleError
 from rlfreeze_ds.planning.instruction import Instruction
+from rlfreeze_ds.planning.memory import MemoryLimit
 from rlfreeze_ds.planning.schedule import Schedule, Transfer
 
 Event = Instruction | Transfer
@@ -34,11 +35,13 @@ class Batch:
         seconds: of every instruction of a schedule with split backwards, one stage a rank.
         transfer_s: seconds of a transfer.
         most_held: micro-batches that a rank may hold, from the arrival of the input (on the first rank the F) to the W.
+        memory: the bytes that a rank may hold, where there is a limit.
     """
 
     seconds: Mapping[Instruction, float]
     transfer_s: float
     most_held: int
+    memory: MemoryLimit | None = None
 
 
 def common_order(schedule: Schedule) -> list[Event]:
@@ -141,7 +144,7 @@ def held(order: Sequence[Event], num_ranks: int) -> list[int]:
 
 
 def search(start: Schedule, batch: Batch, *, num_moves: int | None = None, seed: int = 0) -> Schedule:
-    """A schedule that takes no longer than ``start``, which must keep ``batch.most_held``, as any schedule found does.
+    """A schedule that takes no longer than ``start``, which must keep the limits of ``batch``, as any schedule found does.
 
     Under a looser limit than ``start`` needs it also searches within that one, and goes on from there: in a larger space it may
     find less.
@@ -171,6 +174,7 @@ def _annealed(start: list[Event], batch: Batch, num_ranks: int, num_moves: int, 
     for event, needed in before.items():
         for other in needed:
             after[other].append(event)
+    changes = batch.memory.changes(start) if batch.memory is not None else {}
     present, present_s = start, makespan(start, batch, num_ranks)
     best, best_s = present, present_s
     hot_s = _TEMPERATURE * sum(batch.seconds.values()) / len(batch.seconds)
@@ -178,6 +182,8 @@ def _annealed(start: list[Event], batch: Batch, num_ranks: int, num_moves: int, 
         temperature = hot_s * (1 - move / num_moves) ** 2 + 1e-12
         moved = _moved(present, before, after, rng)
         if moved is None or max(held(moved, num_ranks)) > batch.most_held:
+            continue
+        if batch.memory is not None and not batch.memory.allows(moved, changes):
             continue
         moved_s = makespan(moved, batch, num_ranks)
         if moved_s <= present_s or rng.random() < math.exp((present_s - moved_s) / temperature):
