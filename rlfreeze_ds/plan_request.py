@@ -14,13 +14,14 @@ from rlfreeze_ds.decision import Decision, StageFacts, batch_seconds, decide
 from rlfreeze_ds.errors import RLFreezeError, SolverError
 from rlfreeze_ds.freezing.masks import Mask
 from rlfreeze_ds.freezing.shape import StageShape
+from rlfreeze_ds.memory_watch import check_peaks, memory_limit, predicted_peaks, splits_backwards, starting_orders
 from rlfreeze_ds.planning.dag import PipelineDag
 from rlfreeze_ds.planning.fit import StageFit, fit_transfer
 from rlfreeze_ds.planning.instruction import Instruction
+from rlfreeze_ds.planning.memory import StageMemory
 from rlfreeze_ds.planning.planned_order import Batch, common_order, held, search
 from rlfreeze_ds.planning.progress import StageGradients, StageProgress, measured_stages
 from rlfreeze_ds.planning.schedule import Schedule, from_commands, to_commands
-from rlfreeze_ds.planning.transfers import blocking_zb_h1
 
 # Rounding of a mean over the micro-batches.
 _TOLERANCE = 1e-6
@@ -41,6 +42,7 @@ class PlanRequest:
         steady: (step, measured seconds) of the last batches that ran under it, enough for a median or none.
         unfrozen_makespan_s: measured seconds of a batch with nothing frozen; None if there was none.
         transfer_s: seconds of a transfer that the last plan found, for when there was none.
+        memory: per stage; none where it was not measured.
     """
 
     step: int
@@ -57,6 +59,7 @@ class PlanRequest:
     steady: tuple[tuple[int, float], ...]
     unfrozen_makespan_s: float | None
     transfer_s: float
+    memory: tuple[StageMemory, ...] = ()
 
     @property
     def num_micro_batches(self) -> int:
@@ -85,6 +88,7 @@ class PlanRequest:
         fields["shapes"] = [vars(shape) for shape in self.shapes]
         fields["fits"] = [vars(fit) for fit in self.fits]
         fields["gradients"] = [vars(stage) for stage in self.gradients]
+        fields["memory"] = [vars(stage) for stage in self.memory]
         fields["present"] = vars(self.present) if self.present else None
         return json.dumps(fields)
 
@@ -97,6 +101,7 @@ class PlanRequest:
         fields["shapes"] = tuple(StageShape(**_tuples(shape)) for shape in fields["shapes"])
         fields["fits"] = tuple(StageFit(**_tuples(fit)) for fit in fields["fits"])
         fields["gradients"] = tuple(StageGradients(**_tuples(stage)) for stage in fields["gradients"])
+        fields["memory"] = tuple(StageMemory.from_fields(stage) for stage in fields["memory"])
         fields["steady"] = tuple((step, seconds) for step, seconds in fields["steady"])
         if fields["present"] is not None:
             fields["present"] = Decision.from_fields(fields["present"])
@@ -146,17 +151,21 @@ def answer(request: PlanRequest) -> PlanAnswer:
 
     def decided(schedule: Schedule) -> Decision:
         dag = PipelineDag(schedule)
-        return decide(request.step, request.config, dag, stages, transfer_s, request.plan_ratios, _beyond(request))
+        found = decide(request.step, request.config, dag, stages, transfer_s, request.plan_ratios, _beyond(request))
+        return replace(found, predicted_peak_bytes=predicted_peaks(request, schedule))
 
     if request.config.planning.schedule != "planned":
         return PlanAnswer(decided(from_commands(request.orders)), transfer_s)
     # The best order depends on what is frozen, and the reverse: an order for the unfrozen batch, and one for what it freezes.
-    schedule, found = blocking_zb_h1(len(stages), request.num_micro_batches), []
-    most_held = _most_held(request)
+    # Whole backwards are there for the memory limit alone, and have nothing to search.
+    orders = starting_orders(request)
+    found = [replace(decided(order), orders=to_commands(order)) for order in orders if not splits_backwards(order)]
+    schedule = next(filter(splits_backwards, orders), None)
+    most_held, limit = _most_held(request), memory_limit(request)
     ratios: Sequence[Sequence[float]] = [[0.0] * request.num_micro_batches for _ in stages]
-    for _ in range(2):
+    for _ in range(2 if schedule else 0):
         seconds = {i: _mean_seconds(stages[i.stage_id], i, ratios[i.stage_id][i.micro_batch_id]) for i in schedule.instructions}
-        schedule = search(schedule, Batch(seconds, transfer_s, most_held))
+        schedule = search(schedule, Batch(seconds, transfer_s, most_held, limit))
         found.append(replace(decided(schedule), orders=to_commands(schedule)))
         ratios = found[-1].ratios
     return PlanAnswer(min(found, key=lambda decision: decision.predicted_makespan_s), transfer_s)
@@ -179,7 +188,7 @@ def _transfer_s(request: PlanRequest, stages: list[StageFacts]) -> float:
     steady = request.present is not None and request.steady
     schedule = from_commands(request.orders)
     if request.config.planning.schedule == "planned":  # a plan that just came has not run yet, and nothing is planned unfrozen
-        schedule = from_commands(request.present.orders) if steady else blocking_zb_h1(len(stages), request.num_micro_batches)
+        schedule = from_commands(request.present.orders) if steady else starting_orders(request)[0]
     dag = PipelineDag(schedule)
 
     def fitted(masks: Sequence[Sequence[Mask]], measured_s: float) -> float:
@@ -221,10 +230,13 @@ def check_answer(request: PlanRequest, answer: PlanAnswer) -> None:
             _expect(False, f"ratio of stage {stage_id}, micro-batch {wrong}", row[wrong], "0 to 1")
         mean = math.fsum(row) / len(row)
         _expect(mean <= limit + _TOLERANCE, f"mean ratio of stage {stage_id}", mean, f"at most {limit:g}")
+    schedule = None
     if request.config.planning.schedule == "planned":
         try:
             schedule = from_commands(decision.orders)
-            most = max(held(common_order(schedule), len(request.shapes)))
+            # A B is an I and its W, one after the other, to all that an order has to be.
+            split = from_commands([order.replace("B", "I W") for order in decision.orders])
+            most = max(held(common_order(split), len(request.shapes)))
         except RLFreezeError as error:
             raise SolverError(f"an absurd plan: an order that cannot run ({error})") from None
         counts = [schedule.num_ranks, schedule.num_micro_batches]
@@ -233,6 +245,7 @@ def check_answer(request: PlanRequest, answer: PlanAnswer) -> None:
         _expect(most <= _most_held(request), "micro-batches held", most, f"at most {_most_held(request)}")
     else:
         _expect(not decision.orders, "orders", decision.orders, "none")
+    check_peaks(request, decision, schedule)
     for shape, row in zip(request.shapes, decision.unit_shares, strict=False):
         fits = len(row) == len(shape.weights) and all(_in_range(share, 1.0 + _TOLERANCE) for share in row)
         _expect(fits, f"shares of the units of stage {shape.stage_id}", row, f"{len(shape.weights)} numbers from 0 to 1")
