@@ -53,8 +53,8 @@ class PlanningConfig(_Strict):
     memory_limit_bytes: int | None = Field(
         None,
         ge=1,
-        description="bytes of activations, and of what a W waits with, that a rank may hold; they are unknown until the first step "
-        "measured them, then: planned keeps within it, zb-h1 goes back to the stock order where it would not, stock says so",
+        description="bytes of activations, and of what a W waits with, that a rank may hold, as the first step measures them: "
+        "planned keeps to it, zb-h1 goes back to the stock order where it would not, stock says so",
     )
     max_freeze_ratio: float = Field(
         0.5,

@@ -232,21 +232,23 @@ def _packed_in(node: Any, saved: Any) -> Iterator[Tensor]:
     if saved.unpack_hook is None or torch.is_tensor(saved.data):
         yield from _tensors_in(saved.data)
         return
+    hook = saved.unpack_hook
     found = list(_tensors_in(saved.data))
-    known = bool(found)
-    for cell in getattr(saved.unpack_hook, "__closure__", None) or ():
+    for cell in getattr(hook, "__closure__", None) or ():
         try:
             content = cell.cell_contents
         except ValueError:  # an empty one
             continue
-        tensors = list(_tensors_in(content))
-        saver = getattr(content, "input_saver", None)  # of torch.utils.checkpoint's frame: the inputs hang on its node
-        if torch.is_tensor(saver):
-            known = True
-            tensors += [] if saver.grad_fn is None else _kept_by(saver.grad_fn)
-        found += tensors
-    if not known and not found:
-        raise UnseenMemoryError(f"what {node.name()} saves is packed away by a hook, {saved.unpack_hook!r}")
+        found += _tensors_in(content)
+        # The frame of torch.utils.checkpoint has the inputs, in earlier versions on a node of their own.
+        saver = getattr(content, "input_saver", None)
+        if torch.is_tensor(saver) and saver.grad_fn is not None:
+            found += _kept_by(saver.grad_fn)
+        for argument in getattr(content, "saved_args", ()):
+            found += _tensors_in(argument) if not hasattr(argument, "unpack_hook") else _packed_in(node, argument)
+    if not found:
+        name = getattr(hook, "__qualname__", type(hook).__name__)
+        raise UnseenMemoryError(f"what {node.name()} saves is packed away by a hook, {name}")
     yield from found
 
 

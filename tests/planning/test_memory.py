@@ -23,7 +23,7 @@ FIRST = StageMemory(forward_bytes=50, pair_bytes=70, shared_bytes=1000)
 
 
 def counted(order: str, stage: StageMemory) -> int:
-    """The peak of a rank, from when each piece of each micro-batch comes and goes. It does not go with a rank's words one by one."""
+    """The peak of a rank, from when each piece of each micro-batch comes and goes."""
     words, counts = order.split(), Counter[str]()
     at: dict[tuple[str, int], int] = {}
     for position, word in enumerate(words):
