@@ -103,7 +103,6 @@ class _StageState(_Strict):
                 raise ValueError(f"not a decision: {error}") from None
         return text
 
-
     @field_validator("memory")
     @classmethod
     def _of_stages(cls, stages: list[dict[str, int]]) -> list[dict[str, int]]:

@@ -62,9 +62,7 @@ class Planner:
         self._seconds: list[tuple[tuple[str, int, float], ...]] = []
         self._solver = ""
 
-    def ask(
-        self, step: int, thresholds: Thresholds, report: StageReport, memory: tuple[StageMemory, ...] = ()
-    ) -> None:
+    def ask(self, step: int, thresholds: Thresholds, report: StageReport, memory: tuple[StageMemory, ...] = ()) -> None:
         """Collective. Start to solve for ``step`` with rank 0's thresholds; returns before it is solved.
 
         Args:
