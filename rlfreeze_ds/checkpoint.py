@@ -19,6 +19,7 @@ from rlfreeze_ds.decision import Decision
 from rlfreeze_ds.errors import RLFreezeError
 from rlfreeze_ds.log import log_rank0, logger
 from rlfreeze_ds.planning.atomic_write import write_text
+from rlfreeze_ds.planning.memory import StageMemory
 
 FILE_NAME = "rlfreeze_state.json"
 
@@ -33,7 +34,7 @@ class _Timing(_Strict):
     tail_s: float
     phase: str
     masks: list[list[int]]
-    seconds: list[tuple[Literal["F", "B"], int, float]]
+    seconds: list[tuple[Literal["F", "B", "I", "W"], int, float]]
 
 
 class _Criterion(_Strict):
@@ -90,6 +91,7 @@ class _StageState(_Strict):
     shape: dict[str, Any]
     calibration: list[_Timing]
     recent: list[_Timing]
+    memory: list[dict[str, int]] = []
 
     @field_validator("decision")
     @classmethod
@@ -100,6 +102,16 @@ class _StageState(_Strict):
             except (TypeError, KeyError) as error:
                 raise ValueError(f"not a decision: {error}") from None
         return text
+
+    @field_validator("memory")
+    @classmethod
+    def _of_stages(cls, stages: list[dict[str, int]]) -> list[dict[str, int]]:
+        for stage in stages:
+            try:
+                StageMemory.from_fields(stage)
+            except TypeError as error:
+                raise ValueError(f"not the memory of a stage: {error}") from None
+        return stages
 
 
 class _Document(_Strict):

@@ -50,6 +50,12 @@ class PlanningConfig(_Strict):
         description="planned: micro-batches whose activations a stage may hold; at least, and by default, what the first stage "
         "of 1F1B holds",
     )
+    memory_limit_bytes: int | None = Field(
+        None,
+        ge=1,
+        description="bytes of activations, and of what a W waits with, that a rank may hold, as the first step measures them: "
+        "planned keeps to it, zb-h1 goes back to the stock order where it would not, stock says so",
+    )
     max_freeze_ratio: float = Field(
         0.5,
         ge=0,

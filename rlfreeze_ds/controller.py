@@ -28,9 +28,11 @@ from rlfreeze_ds.freezing.units import FreezeUnit
 from rlfreeze_ds.guard import LossGuard
 from rlfreeze_ds.history import StepHistory, StepMasks
 from rlfreeze_ds.log import log_rank0
+from rlfreeze_ds.memory_watch import MemoryWatch
 from rlfreeze_ds.planner import Planner, StageReport
 from rlfreeze_ds.planning.progress import StageGradients
 from rlfreeze_ds.telemetry.late_scalar import LateScalar
+from rlfreeze_ds.telemetry.memory_probe import MeasuredMemory
 from rlfreeze_ds.telemetry.profiler import StepTiming
 from rlfreeze_ds.telemetry.run_log import RunLog
 from rlfreeze_ds.thresholds import RunThresholds
@@ -65,6 +67,7 @@ class FreezeController:
         self.shapes = self._shapes_of_all_stages()
         self.planner = Planner(config, self.shapes, self.group, run_log, normalised=normalised)
         self.thresholds = RunThresholds(config, self.group, run_log)
+        self.memory = MemoryWatch(config, len(self.shapes), self.group, run_log)
         self.start_afresh(0)
 
     def start_afresh(self, step: int) -> None:
@@ -80,6 +83,7 @@ class FreezeController:
         self.planned = step  # from which step on the decision has held
         self.drifted = False  # whether it was asked for because the last one's prediction did not come true
         self.thresholds.start_afresh(step)
+        self.memory.start_afresh()
         self.planner.cancel()
         self.planner.transfer_s = 0.0
         self.history = StepHistory(self.shape)
@@ -108,8 +112,13 @@ class FreezeController:
         return StepMasks(self.step, self.phase, self._masks(self.shape, num_micro_batches), mean)
 
     def orders(self, num_micro_batches: int) -> tuple[str, ...]:
-        """Of all stages in the step that starts now, as planned; none where nothing else than the configured order was."""
-        return self.decision.orders if self._usable(num_micro_batches) else ()
+        """Of all stages in the step that starts now, as planned or as the memory limit asks for; none: the configured order."""
+        planned = self.decision.orders if self._usable(num_micro_batches) else ()
+        return planned or self.memory.orders(num_micro_batches)
+
+    def take_memory(self, measured: MeasuredMemory, order: str) -> None:
+        """Collective, after a step that was measured (``memory.due``) and before its :meth:`end_step`. ``order``: as there."""
+        self.memory.take(self.step, self.shape.stage_id, measured, order)
 
     def first_stage_frozen(self, num_micro_batches: int) -> bool:
         """Whether masks leave nothing of the first stage live throughout the step that began last; known on every rank."""
@@ -322,6 +331,7 @@ class FreezeController:
                 self.history.instruction_seconds(self.planned),
                 self.history.unfrozen_makespan_s(num_micro_batches),
             ),
+            self.memory.stages,
         )
         if not self.config.planning.background:
             self.settle()
@@ -344,6 +354,7 @@ class FreezeController:
             return
         if decision is not None:
             self.decision, self.planned = decision, self.step
+            self.memory.measure_next()  # the first step of the plan
             if first and self.phase in ("ramp", "steady"):
                 self._enter("ramp")
         self._check_replicas()
@@ -405,6 +416,7 @@ class FreezeController:
             "losses": [[step, loss.read()] for step, loss in self._losses.items()],
             "guard": {"average": self.guard.average, "beyond": self.guard.beyond},
             "shape": asdict(self.shape),
+            "memory": self.memory.state_dict(),
             **self.history.state_dict(),
         }
 
@@ -419,6 +431,7 @@ class FreezeController:
         self.planned, self.drifted = state["planned"], state["drifted"]
         self.asked = tuple(state["asked"]) if same and state["asked"] is not None else None
         self.thresholds.load_state_dict(state.get("tuner") if same else None)
+        self.memory.load_state_dict(state.get("memory", ()))
         self.criterion.load_state_dict(state["criterion"])
         self.noise.load_state_dict(state["noise"])
         self.guard.average, self.guard.beyond = state["guard"]["average"], state["guard"]["beyond"]

@@ -37,6 +37,7 @@ class Decision:
     weight-gradient time, as measured; seconds for one batch. The two expectations are those of :class:`planning.plan.Plan`.
 
     ``orders``: of the stages, in the words of :func:`planning.schedule.from_commands`; none where the order is not planned.
+    ``predicted_peak_bytes``: per stage, as of :func:`planning.memory.peak_bytes`; none where memory was not measured.
     ``bubble_ratio``: share of rank-seconds spent waiting. ``whole``: the first stage freezes all of its pool or nothing, for the
     input gradients that a frozen prefix saves.
     """
@@ -55,6 +56,7 @@ class Decision:
     whole: bool
     bubble_ratio: float
     orders: tuple[str, ...] = ()
+    predicted_peak_bytes: tuple[int, ...] = ()
 
     @property
     def num_micro_batches(self) -> int:
@@ -77,6 +79,7 @@ class Decision:
         for key in ("ratios", "eligible", "unit_shares"):
             fields[key] = tuple(tuple(row) for row in fields[key])
         fields["orders"] = tuple(fields.get("orders", ()))
+        fields["predicted_peak_bytes"] = tuple(fields.get("predicted_peak_bytes", ()))
         return cls(**fields)
 
     def masks(self, config: FreezeConfig, shape: StageShape, step: int, scale: float = 1.0) -> tuple[Mask, ...]:

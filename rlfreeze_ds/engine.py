@@ -40,6 +40,7 @@ from rlfreeze_ds.support import (
     check_supported_config,
     check_supported_engine,
 )
+from rlfreeze_ds.telemetry.memory_probe import MemoryProbe, WatchedSchedule
 from rlfreeze_ds.telemetry.profiler import InstructionProfiler
 from rlfreeze_ds.telemetry.run_log import RunLog
 
@@ -71,6 +72,8 @@ class FreezeEngineMixin:
             [parameter for parameter in self.module.parameters() if id(parameter) in optimized]
         )
         self._orders: Callable[[int], Sequence[str]] | None = None
+        self._splits = False  # whether backwards run in two, in the batch that runs now
+        self._memory_probe: MemoryProbe | None = None
         if config.planning.schedule != "stock":
             num_stages = self.num_stages
             self._split_backwards(cache(lambda num_micro_batches: to_commands(blocking_zb_h1(num_stages, num_micro_batches))))
@@ -119,8 +122,10 @@ class FreezeEngineMixin:
         else:
             orders = self.freeze_controller.orders(self.micro_batches) or self._orders(self.micro_batches)
             schedule = SplitSchedule(orders[self.stage_id], self.stage_id, self.num_stages, self._step_masks)
+        self._splits = "W" in schedule.order
+        self._memory_probe = self._new_memory_probe() if self.freeze_controller.memory.due else None
         try:
-            super()._exec_schedule(schedule)
+            super()._exec_schedule(schedule if self._memory_probe is None else WatchedSchedule(schedule, self._memory_probe))
             self._freeze_profiler.end_schedule()
         except BaseException:
             self._abandon_batch()
@@ -146,6 +151,9 @@ class FreezeEngineMixin:
         """As stock; afterwards the controller takes the step's loss and timings."""
         loss = super().train_batch(data_iter)
         timings = self._freeze_profiler.finish_step(self._step_masks.step)
+        if self._memory_probe is not None:
+            self.freeze_controller.take_memory(self._memory_probe.result(), self._order)
+            self._memory_probe = None
         self.freeze_controller.end_step(self._step_masks, loss, timings, self._order, applied=self._step_applied)
         return loss
 
@@ -186,7 +194,7 @@ class FreezeEngineMixin:
 
     def _exec_masked_forward(self, buffer_id: int, micro_batch_id: int, mask: Mask) -> None:
         self._mask_now = mask
-        catching = nullcontext() if self._orders is None else self._weight_gradients.forward()
+        catching = self._weight_gradients.forward() if self._splits else nullcontext()
         with masked(self.freeze_controller.units, mask), catching, self._freeze_profiler.record("F", micro_batch_id):
             _stock(ds_schedule.ForwardPass)(self, buffer_id)
 
@@ -194,6 +202,7 @@ class FreezeEngineMixin:
         self._mask_now = mask
         with masked(self.freeze_controller.units, mask), self._freeze_profiler.record("B", micro_batch_id):
             self._backward_live(buffer_id)
+        self._empty(buffer_id)
 
     def _exec_recv_grads_apart(self, buffer_id: int) -> None:
         """Stock receives activations and gradients in the same memory. In its own order a gradient is used up at once; in
@@ -213,6 +222,7 @@ class FreezeEngineMixin:
         with masked(self.freeze_controller.units, mask), self._freeze_profiler.record("I", micro_batch_id):
             with self._weight_gradients.backward(micro_batch_id, received):
                 self._backward_live(buffer_id)
+        self._empty(buffer_id)
 
     def _exec_backward_weight(self, micro_batch_id: int) -> None:
         with self._freeze_profiler.record("W", micro_batch_id):
@@ -222,6 +232,27 @@ class FreezeEngineMixin:
                     self._weight_gradients.run(micro_batch_id)
             finally:
                 self._running_engine_backward = False
+
+    def _empty(self, buffer_id: int) -> None:
+        """After a backward. Stock keeps the inputs of the first stage and what the last one made, logits too, until some later
+        micro-batch, or the next batch, comes to the same slot; and with the loss a graph, at whose end the received input is."""
+        emptied = ("labels", "outputs", "inputs") if self.is_first_stage() else ("labels", "outputs")
+        for name in emptied:
+            self.pipe_buffers[name][buffer_id] = None
+        if self.is_last_stage() and torch.is_tensor(self.loss):
+            self.loss = self.loss.detach()
+
+    def _new_memory_probe(self) -> MemoryProbe:
+        weight_gradients = self._weight_gradients
+        return MemoryProbe(
+            self.module,
+            self.pipe_buffers,
+            lambda: self.loss if self.is_last_stage() else None,
+            weight_gradients.kept,
+            lambda: weight_gradients.num_kept,
+            is_first=self.is_first_stage(),
+            device=torch.device(self.device),
+        )
 
     def _backward_live(self, buffer_id: int) -> None:
         """Stock's backward of what needs one."""

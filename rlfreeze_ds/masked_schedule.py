@@ -75,10 +75,10 @@ class MaskedSchedule:
 
 
 class SplitSchedule:
-    """A training schedule with every backward in two, in an order of its own.
+    """A training schedule in an order of its own, with every backward in two (I and W) or none (B).
 
     The i-th of each kind is of micro-batch i, so the gradients of a weight are added up in the order of a whole backward. Every
-    W comes before the gradients are reduced. On the last stage a forward is followed by its own I: DeepSpeed keeps one loss.
+    W comes before the gradients are reduced. On the last stage a forward is followed by its own I or B: DeepSpeed keeps one loss.
 
     Args:
         order: of this stage, in the words of :func:`rlfreeze_ds.planning.schedule.from_commands`. That no rank waits for ever
@@ -92,10 +92,10 @@ class SplitSchedule:
 
     def num_pipe_buffers(self) -> int:
         """The most micro-batches at any time whose input is there and whose input gradient is not yet sent away."""
-        begin, end = ("F", "I") if self._is_first else ("RA", "SG")
+        begin, ends = ("F", "IB") if self._is_first else ("RA", ("SG",))
         held = most = 0
         for word in self.order:
-            held += (word == begin) - (word == end)
+            held += (word == begin) - (word in ends)
             most = max(most, held)
         return most
 
@@ -114,6 +114,8 @@ class SplitSchedule:
             return [BackwardWeightPass(micro_batch_id)]
         if word == "I":
             return [BackwardInputPass(buffer_id, micro_batch_id, self._masks[micro_batch_id])]
+        if word == "B":
+            return [MaskedBackwardPass(buffer_id, micro_batch_id, self._masks[micro_batch_id])]
         if word == "F":
             forward = MaskedForwardPass(buffer_id, micro_batch_id, self._masks[micro_batch_id])
             return [ds_schedule.LoadMicroBatch(buffer_id), forward] if self._is_first or self._is_last else [forward]

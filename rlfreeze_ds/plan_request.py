@@ -14,13 +14,14 @@ from rlfreeze_ds.decision import Decision, StageFacts, batch_seconds, decide
 from rlfreeze_ds.errors import RLFreezeError, SolverError
 from rlfreeze_ds.freezing.masks import Mask
 from rlfreeze_ds.freezing.shape import StageShape
+from rlfreeze_ds.memory_watch import check_peaks, memory_limit, predicted_peaks, splits_backwards, starting_orders
 from rlfreeze_ds.planning.dag import PipelineDag
 from rlfreeze_ds.planning.fit import StageFit, fit_transfer
 from rlfreeze_ds.planning.instruction import Instruction
+from rlfreeze_ds.planning.memory import StageMemory
 from rlfreeze_ds.planning.planned_order import Batch, common_order, held, search
 from rlfreeze_ds.planning.progress import StageGradients, StageProgress, measured_stages
 from rlfreeze_ds.planning.schedule import Schedule, from_commands, to_commands
-from rlfreeze_ds.planning.transfers import blocking_zb_h1
 
 # Rounding of a mean over the micro-batches.
 _TOLERANCE = 1e-6
@@ -46,6 +47,7 @@ class PlanRequest:
         steady: (step, measured seconds) of the last batches that ran under it, enough for a median or none.
         unfrozen_makespan_s: measured seconds of a batch with nothing frozen; None if there was none.
         transfer_s: seconds of a transfer that the last plan found, for when there was none.
+        memory: per stage; none where it was not measured.
     """
 
     step: int
@@ -62,6 +64,7 @@ class PlanRequest:
     steady: tuple[tuple[int, float], ...]
     unfrozen_makespan_s: float | None
     transfer_s: float
+    memory: tuple[StageMemory, ...] = ()
 
     @property
     def num_micro_batches(self) -> int:
@@ -90,6 +93,7 @@ class PlanRequest:
         fields["shapes"] = [vars(shape) for shape in self.shapes]
         fields["fits"] = [vars(fit) for fit in self.fits]
         fields["gradients"] = [vars(stage) for stage in self.gradients]
+        fields["memory"] = [vars(stage) for stage in self.memory]
         fields["present"] = vars(self.present) if self.present else None
         return json.dumps(fields)
 
@@ -102,6 +106,7 @@ class PlanRequest:
         fields["shapes"] = tuple(StageShape(**_tuples(shape)) for shape in fields["shapes"])
         fields["fits"] = tuple(StageFit(**_tuples(fit)) for fit in fields["fits"])
         fields["gradients"] = tuple(StageGradients(**_tuples(stage)) for stage in fields["gradients"])
+        fields["memory"] = tuple(StageMemory.from_fields(stage) for stage in fields["memory"])
         fields["steady"] = tuple((step, seconds) for step, seconds in fields["steady"])
         if fields["present"] is not None:
             fields["present"] = Decision.from_fields(fields["present"])
@@ -151,7 +156,8 @@ def answer(request: PlanRequest) -> PlanAnswer:
 
     def decided(schedule: Schedule) -> Decision:
         dag = PipelineDag(schedule)
-        return decide(request.step, request.config, dag, stages, transfer_s, request.plan_ratios, _beyond(request))
+        found = decide(request.step, request.config, dag, stages, transfer_s, request.plan_ratios, _beyond(request))
+        return replace(found, predicted_peak_bytes=predicted_peaks(request, schedule))
 
     if request.config.planning.schedule != "planned":
         return PlanAnswer(decided(from_commands(request.orders)), transfer_s)
@@ -163,24 +169,23 @@ def _with_its_order(
 ) -> Decision:
     """The best order depends on what is frozen, and the reverse: orders are searched for some guesses at what each stage freezes,
     and of plans about as fast as the fastest the one that freezes least is taken."""
-    start, most_held = blocking_zb_h1(len(stages), request.num_micro_batches), _most_held(request)
-    limits = [min(len(stages), request.num_micro_batches), most_held, most_held, most_held]
-    orders, found = [to_commands(start)], [decided(start)]
+    orders = [*starting_orders(request)]
+    start = next(filter(splits_backwards, orders), None)  # whole backwards, for a memory limit alone, leave nothing to search
+    limits = [min(len(stages), request.num_micro_batches), *[_most_held(request)] * 3]
     means = [_FIRST_GUESS * request.config.planning.max_freeze_ratio] * len(stages)
     if request.present is not None and _runs(request, request.present.orders):
-        orders.append(request.present.orders)
-        found.append(decided(from_commands(orders[-1])))
-        limits, means = [most_held], _means(request.present)
-    for number, limit in enumerate(limits):
+        orders.append(from_commands(request.present.orders))
+        limits, means = [_most_held(request)], _means(request.present)
+    found = [replace(decided(order), orders=to_commands(order)) for order in orders]
+    for number, limit in enumerate(limits if start else ()):
         seconds = {i: _mean_seconds(stages[i.stage_id], i, means[i.stage_id]) for i in start.instructions}
-        schedule = search(start, Batch(seconds, transfer_s, limit), seed=len(limits) * request.step + number)
-        orders.append(to_commands(schedule))
-        found.append(decided(schedule))
+        batch = Batch(seconds, transfer_s, limit, memory_limit(request))
+        order = search(start, batch, seed=len(limits) * request.step + number)
+        found.append(replace(decided(order), orders=to_commands(order)))
         means = _means(found[-1])
     fastest_s = min(decision.predicted_makespan_s for decision in found)
-    alike = [i for i, decision in enumerate(found) if decision.predicted_makespan_s <= (1 + _ALIKE) * fastest_s]
-    best = min(alike, key=lambda i: (found[i].mean_freeze_ratio, found[i].predicted_makespan_s))
-    return replace(found[best], orders=orders[best])
+    alike = [decision for decision in found if decision.predicted_makespan_s <= (1 + _ALIKE) * fastest_s]
+    return min(alike, key=lambda decision: (decision.mean_freeze_ratio, decision.predicted_makespan_s))
 
 
 def _means(decision: Decision) -> list[float]:
@@ -191,9 +196,23 @@ def _means(decision: Decision) -> list[float]:
 def _runs(request: PlanRequest, orders: Sequence[str]) -> bool:
     """Whether a batch may run in these orders."""
     try:
-        return max(held(common_order(from_commands(orders)), len(request.shapes))) <= _most_held(request)
+        schedule, most = _read_orders(orders, len(request.shapes))
+        limit = memory_limit(request)
+        fits = limit is None or max(predicted_peaks(request, schedule)) <= limit.limit_bytes
+        return schedule.num_micro_batches == request.num_micro_batches and most <= _most_held(request) and fits
     except RLFreezeError:
         return False
+
+
+def _read_orders(orders: Sequence[str], num_stages: int) -> tuple[Schedule, int]:
+    """A schedule that can run, and the most micro-batches that a stage holds in it.
+
+    Raises:
+        RLFreezeError: it cannot run.
+    """
+    # A B is an I and its W, one after the other, to all that an order has to be.
+    split = from_commands([order.replace("B", "I W") for order in orders])
+    return from_commands(orders), max(held(common_order(split), num_stages))
 
 
 def _most_held(request: PlanRequest) -> int:
@@ -213,7 +232,7 @@ def _transfer_s(request: PlanRequest, stages: list[StageFacts]) -> float:
     steady = request.present is not None and request.steady
     schedule = from_commands(request.orders)
     if request.config.planning.schedule == "planned":  # a plan that just came has not run yet, and nothing is planned unfrozen
-        schedule = from_commands(request.present.orders) if steady else blocking_zb_h1(len(stages), request.num_micro_batches)
+        schedule = from_commands(request.present.orders) if steady else starting_orders(request)[0]
     dag = PipelineDag(schedule)
 
     def fitted(masks: Sequence[Sequence[Mask]], measured_s: float) -> float:
@@ -255,10 +274,10 @@ def check_answer(request: PlanRequest, answer: PlanAnswer) -> None:
             _expect(False, f"ratio of stage {stage_id}, micro-batch {wrong}", row[wrong], "0 to 1")
         mean = math.fsum(row) / len(row)
         _expect(mean <= limit + _TOLERANCE, f"mean ratio of stage {stage_id}", mean, f"at most {limit:g}")
+    schedule = None
     if request.config.planning.schedule == "planned":
         try:
-            schedule = from_commands(decision.orders)
-            most = max(held(common_order(schedule), len(request.shapes)))
+            schedule, most = _read_orders(decision.orders, len(request.shapes))
         except RLFreezeError as error:
             raise SolverError(f"an absurd plan: an order that cannot run ({error})") from None
         counts = [schedule.num_ranks, schedule.num_micro_batches]
@@ -267,6 +286,7 @@ def check_answer(request: PlanRequest, answer: PlanAnswer) -> None:
         _expect(most <= _most_held(request), "micro-batches held", most, f"at most {_most_held(request)}")
     else:
         _expect(not decision.orders, "orders", decision.orders, "none")
+    check_peaks(request, decision, schedule)
     for shape, row in zip(request.shapes, decision.unit_shares, strict=False):
         fits = len(row) == len(shape.weights) and all(_in_range(share, 1.0 + _TOLERANCE) for share in row)
         _expect(fits, f"shares of the units of stage {shape.stage_id}", row, f"{len(shape.weights)} numbers from 0 to 1")

@@ -17,6 +17,7 @@ from rlfreeze_ds.log import logger
 from rlfreeze_ds.plan_process import PlanProcess
 from rlfreeze_ds.plan_request import PlanAnswer, PlanRequest, check_answer
 from rlfreeze_ds.planning.fit import StageFit
+from rlfreeze_ds.planning.memory import StageMemory
 from rlfreeze_ds.planning.plan import Plan
 from rlfreeze_ds.planning.progress import StageGradients
 from rlfreeze_ds.policy.observation import Thresholds
@@ -61,15 +62,19 @@ class Planner:
         self._seconds: list[tuple[tuple[str, int, float], ...]] = []
         self._solver = ""
 
-    def ask(self, step: int, thresholds: Thresholds, report: StageReport) -> None:
-        """Collective. Start to solve for ``step`` with rank 0's thresholds; returns before it is solved."""
+    def ask(self, step: int, thresholds: Thresholds, report: StageReport, memory: tuple[StageMemory, ...] = ()) -> None:
+        """Collective. Start to solve for ``step`` with rank 0's thresholds; returns before it is solved.
+
+        Args:
+            memory: per stage, where it was measured.
+        """
         reports = self.group.gather(report)
         self.pending = True
         if self.group.rank != 0:
             return
         self._failure = None
         try:
-            self._request = self._gathered(step, thresholds, reports)
+            self._request = self._gathered(step, thresholds, reports, memory)
             self._process.send(self._request.to_json(), self.config.planning.time_limit_s)
         except Exception as error:  # nothing that goes wrong with a plan may stop a job, here and below
             logger.debug("no new plan", exc_info=True)
@@ -105,7 +110,9 @@ class Planner:
             raise ConfigError(f"rlfreeze.planning.plan_file: {found}")
         return found
 
-    def _gathered(self, step: int, thresholds: Thresholds, reports: Sequence[StageReport]) -> PlanRequest:
+    def _gathered(
+        self, step: int, thresholds: Thresholds, reports: Sequence[StageReport], memory: tuple[StageMemory, ...]
+    ) -> PlanRequest:
         stages = [[report for report in reports if report.stage_id == shape.stage_id] for shape in self.shapes]
         fits = [_slowest([report.fit for report in replicas]) for replicas in stages]
         if None in fits:
@@ -133,6 +140,7 @@ class Planner:
             steady=reports[0].steady,
             unfrozen_makespan_s=reports[0].unfrozen_makespan_s,
             transfer_s=self.transfer_s,
+            memory=memory,
         )
 
     def _receive(self, step: int, wait: bool, keeps: bool) -> str | None:

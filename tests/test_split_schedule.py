@@ -53,6 +53,13 @@ class Rank:
             assert command.mask == (command.micro_batch_id,)
             self.outputs[buffer_id] = self.received_gradient = None
             self.backwards.append(command.micro_batch_id)
+        elif name == "MaskedBackwardPass":
+            gradient = self.loss if is_last else self.received_gradient
+            assert gradient == self.outputs[buffer_id] == command.micro_batch_id, "the loss or gradient of another"
+            assert command.mask == (command.micro_batch_id,)
+            self.outputs[buffer_id] = self.received_gradient = None
+            self.backwards.append(command.micro_batch_id)
+            self.weights.append(command.micro_batch_id)
         elif name == "BackwardWeightPass":
             assert command.micro_batch_id == len(self.weights) < len(self.backwards), "a W before its I"
             self.weights.append(command.micro_batch_id)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any
 
 import torch
@@ -125,6 +125,13 @@ class WeightGradients:
         """Pairs that wait for their W."""
         return sum(map(len, self._kept.values()))
 
+    def kept(self, micro_batch_id: int | None = None) -> Iterator[Tensor]:
+        """The inputs and output gradients of these pairs; of one micro-batch, or of all."""
+        pairs = chain.from_iterable(self._kept.values()) if micro_batch_id is None else self._kept.get(micro_batch_id, ())
+        for pair in pairs:
+            yield pair.x
+            yield pair.gradient
+
     # -- catching -----------------------------------------------------------------------------------------------------
 
     def catches(self, x: Any, weight: Any) -> bool:
@@ -153,9 +160,8 @@ class WeightGradients:
                 "torch.autograd.grad within a forward. Its weight gradients would be mixed up with the training loss's. Detach "
                 "what it starts from, or leave the backward whole."
             )
-        pair = KeptPair(
-            operation, x, gradient, torch._C._current_graph_task_id(), (x._version, gradient._version)
-        )
+        x = x.detach()  # else its graph stays, and what is at the end of that: the input that the stage received
+        pair = KeptPair(operation, x, gradient, torch._C._current_graph_task_id(), (x._version, gradient._version))
         self._kept.setdefault(self._backward_of, []).append(pair)
 
     def _copy_shared(self, pairs: Sequence[KeptPair], buffers: Sequence[Tensor]) -> None:

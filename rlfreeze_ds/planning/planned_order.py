@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from rlfreeze_ds.errors import ScheduleError
 from rlfreeze_ds.planning.instruction import Instruction
+from rlfreeze_ds.planning.memory import MemoryLimit
 from rlfreeze_ds.planning.schedule import Schedule, Transfer
 
 Event = Instruction | Transfer
@@ -37,11 +38,13 @@ class Batch:
         seconds: of every instruction of a schedule with split backwards, one stage a rank.
         transfer_s: seconds of a transfer.
         most_held: micro-batches that a rank may hold, from the arrival of the input (on the first rank the F) to the W.
+        memory: the bytes that a rank may hold, where there is a limit.
     """
 
     seconds: Mapping[Instruction, float]
     transfer_s: float
     most_held: int
+    memory: MemoryLimit | None = None
 
 
 def common_order(schedule: Schedule) -> list[Event]:
@@ -148,8 +151,8 @@ def _change(event: Event) -> tuple[int, int]:
 
 
 def search(start: Schedule, batch: Batch, *, num_moves: int | None = None, seed: int = 0) -> Schedule:
-    """A schedule that takes no longer than ``start``, which must keep ``batch.most_held``, as any schedule found does. Under a
-    looser limit it may find less, since there is more to search.
+    """A schedule that takes no longer than ``start``, which must keep the limits of ``batch``, as any schedule found does. Under
+    looser ones it may find less, since there is more to search.
 
     Args:
         start: with its transfers in their places.
@@ -180,6 +183,8 @@ class _Annealing:
                 self._needing[number[other]].add(i)
         seconds = [batch.transfer_s if isinstance(event, Transfer) else batch.seconds[event] for event in start]
         self._mean_s = sum(seconds) / len(seconds)
+        self._memory = batch.memory
+        self._bytes = [] if batch.memory is None else batch.memory.changes(start)
         self._rows = [
             (ranks[0], ranks[-1], *_change(event), event_s)
             for event, ranks, event_s in zip(start, self._ranks, seconds, strict=True)
@@ -194,7 +199,7 @@ class _Annealing:
         for move in range(num_moves):
             temperature = hot_s * (1 - move / num_moves) ** 2 + 1e-12
             moved = self._moved(present)
-            if moved is None:
+            if moved is None or not self._fits(moved):
                 continue
             moved_s = self._seconds(moved)
             if moved_s <= present_s or self._rng.random() < math.exp((present_s - moved_s) / temperature):
@@ -202,6 +207,9 @@ class _Annealing:
                 if present_s < best_s:
                     best, best_s = present, present_s
         return [self._events[i] for i in best]
+
+    def _fits(self, order: Sequence[int]) -> bool:
+        return self._memory is None or self._memory.allows(order, self._bytes)
 
     def _seconds(self, order: Sequence[int]) -> float:
         """:func:`makespan`; infinite where :func:`held` is above the limit."""
