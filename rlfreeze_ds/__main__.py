@@ -125,7 +125,7 @@ def _run_plan(arguments: argparse.Namespace) -> int:
     def ask(dag: PipelineDag, costs: Costs) -> Plan:
         return solve(dag, costs, limits, objective=arguments.objective, **how)
 
-    held: tuple[int, ...] = ()
+    extra: list[str] = []
     if not schedules:
         dag = PipelineDag(schedule)
         plan = ask(dag, costs)
@@ -136,8 +136,14 @@ def _run_plan(arguments: argparse.Namespace) -> int:
         if len(schedules) > 1:
             return _compared(arguments, compare(batch, schedules, limits, objective=arguments.objective, **how))
         found = batch.planned(schedules[0], ask)
-        dag, costs, plan, held = found.dag, found.costs, found.plan, found.held
-    lines = [_text(plan, held), "", _planned_batch(arguments, dag, costs, plan), "", *explain(dag, costs, plan)]
+        dag, costs, plan = found.dag, found.costs, found.plan
+        # The plan's own speed-up is over the same order with nothing frozen, which nobody would run.
+        times = f"  ({batch.stock_s / plan.planned_makespan_s:.2f}x)" if plan.planned_makespan_s > 0 else ""
+        extra = [
+            f"stock_makespan_s       {batch.stock_s:.6f}{times}",
+            f"micro_batches_held     {'  '.join(map(str, found.held))}",
+        ]
+    lines = [_text(plan, extra), "", _planned_batch(arguments, dag, costs, plan), "", *explain(dag, costs, plan)]
     document = plan.to_json()
     if arguments.frontier or arguments.frontier_picture is not None:
         curve = frontier(dag, costs, limits, **how)
@@ -230,8 +236,8 @@ def _grid(name: str, batch: Timeline) -> str:
     return f"the {name} batch (F forward, B = I + W backward, blank: waiting)\n{grid}"
 
 
-def _text(plan: Plan, held: Sequence[int]) -> str:
-    """Everything that plan.json holds, for people, and the micro-batches held per stage where they are known."""
+def _text(plan: Plan, extra: Sequence[str]) -> str:
+    """Everything that plan.json holds, for people, with ``extra`` lines."""
     stages = "  ".join(f"{ratio:.4f}" for ratio in plan.stage_freeze_ratio)
     return "\n".join(
         [
@@ -245,7 +251,7 @@ def _text(plan: Plan, held: Sequence[int]) -> str:
             f"expected_kept_progress {plan.expected_kept_progress:.4f}",
             f"expected_loss_per_second_gain  {plan.expected_loss_per_second_gain:.4f}",
             f"solver                 {plan.solver}",
-            *([f"micro_batches_held     {'  '.join(map(str, held))}"] if held else []),
+            *extra,
             "",
             plan.grid(),
         ]

@@ -122,6 +122,12 @@ class ProfiledBatch:
         return min(found, key=lambda batch: _worth(batch.plan))
 
     @cached_property
+    def stock_s(self) -> float:
+        """Seconds of the batch under stock's schedule with nothing frozen."""
+        dag = PipelineDag(blocking_1f1b(self.num_stages, self.num_micro_batches))
+        return dag.simulate(self.whole.seconds({}), self.whole.transfer_s, self.whole.tail_s).makespan
+
+    @cached_property
     def _searched(self) -> Schedule:
         """The best order of the unfrozen batch that was found."""
         return self._search(blocking_zb_h1(self.num_stages, self.num_micro_batches), {})

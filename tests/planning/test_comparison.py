@@ -240,6 +240,7 @@ def test_one_schedule_is_planned_for_like_a_profile(tmp_path: Path, profiled: Pr
     found = Plan.load(out)
     assert {i.kind for i in found.ratios} == {"W"} and found.unfrozen_makespan_s == pytest.approx(0.615)
     assert "micro_batches_held     4  4  4  4" in result.stdout and "knee" in result.stdout
+    assert f"stock_makespan_s       0.700000  ({0.7 / found.planned_makespan_s:.2f}x)" in result.stdout
 
 
 def test_a_picture_of_several_schedules(tmp_path: Path) -> None:
