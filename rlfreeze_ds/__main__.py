@@ -8,15 +8,17 @@ import json
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rlfreeze_ds.errors import RLFreezeError
+from rlfreeze_ds.errors import ConfigError, RLFreezeError
 from rlfreeze_ds.planning.atomic_write import write_text
 from rlfreeze_ds.planning.plan import Plan
 from rlfreeze_ds.policy.serve import add_arguments as add_serve_arguments
 from rlfreeze_ds.policy.serve import serve
 
 if TYPE_CHECKING:
+    from rlfreeze_ds.planning.comparison import PlannedBatch
     from rlfreeze_ds.planning.cost_model import Costs
     from rlfreeze_ds.planning.dag import PipelineDag, Timeline
     from rlfreeze_ds.planning.instruction import Instruction
@@ -44,6 +46,19 @@ def _parser() -> argparse.ArgumentParser:
         "--profile", required=True, metavar="CSV", help="rank,stage_id,micro_batch_id,kind,unfrozen_s,frozen_s"
     )
     plan.add_argument(
+        "--schedule", nargs="+", choices=("stock", "zb-h1", "planned"), metavar="NAME", dest="schedules",
+        help="stock (1F1B), zb-h1, planned: plan for this schedule of the engine, with the seconds of the profile (default: for "
+        "the profile's own order); of several: compare them, unfrozen and planned",
+    )  # fmt: skip
+    plan.add_argument(
+        "--transfer-s", type=float, default=0.0, metavar="SECONDS",
+        help="of a transfer between two ranks; with --schedule it blocks both (default: 0)",
+    )  # fmt: skip
+    plan.add_argument(
+        "--most-held", type=int, metavar="N",
+        help="micro-batches that a stage may hold under the schedule planned (default: as 1F1B's first stage)",
+    )  # fmt: skip
+    plan.add_argument(
         "--max-freeze-ratio", type=float, default=0.5, metavar="R",
         help="share of a stage's weight-gradient time that may be skipped, 0 to 1 (default: %(default)s)",
     )  # fmt: skip
@@ -69,8 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--time-limit-s", type=float, default=10.0, metavar="SECONDS", help="default: %(default)s")
     plan.add_argument("--json", metavar="PATH", help="write the plan there as well")
-    plan.add_argument("--gantt", metavar="PATH", help="draw the batch unfrozen and planned: .png, .svg or .pdf")
-    plan.add_argument("--trace", metavar="PATH", help="write both as a trace for chrome://tracing, ui.perfetto.dev")
+    plan.add_argument("--gantt", metavar="PATH", help="draw the batches: .png, .svg or .pdf")
+    plan.add_argument("--trace", metavar="PATH", help="write them as a trace for chrome://tracing, ui.perfetto.dev")
     plan.set_defaults(run=_run_plan)
     timeline = commands.add_parser(
         "timeline",
@@ -100,32 +115,86 @@ def _run_plan(arguments: argparse.Namespace) -> int:
     from rlfreeze_ds.planning.progress import equal_stages
     from rlfreeze_ds.planning.solver import Limits, solve
 
+    schedules = _schedules(arguments)
     limits = Limits(arguments.max_freeze_ratio, arguments.time_slack, target_speedup=arguments.target_speedup)
     schedule, costs = read_profile(arguments.profile)
-    dag = PipelineDag(schedule)
+    costs = replace(costs, transfer_s=arguments.transfer_s)
     progress = equal_stages(schedule.num_stages, schedule.num_micro_batches, arguments.noise_scale)
     how = {"progress": progress, "solver": arguments.solver, "time_limit_s": arguments.time_limit_s}
-    plan = solve(dag, costs, limits, objective=arguments.objective, **how)
-    lines = [_text(plan), "", _planned_batch(arguments, dag, costs, plan), "", *explain(dag, costs, plan)]
+
+    def ask(dag: PipelineDag, costs: Costs) -> Plan:
+        return solve(dag, costs, limits, objective=arguments.objective, **how)
+
+    extra: list[str] = []
+    if not schedules:
+        dag = PipelineDag(schedule)
+        plan = ask(dag, costs)
+    else:
+        from rlfreeze_ds.planning.comparison import ProfiledBatch, compare
+
+        batch = ProfiledBatch(schedule, costs, arguments.most_held)
+        if len(schedules) > 1:
+            return _compared(arguments, compare(batch, schedules, limits, objective=arguments.objective, **how))
+        found = batch.planned(schedules[0], ask)
+        dag, costs, plan = found.dag, found.costs, found.plan
+        # The plan's own speed-up is over the same order with nothing frozen, which nobody would run.
+        times = f"  ({batch.stock_s / plan.planned_makespan_s:.2f}x)" if plan.planned_makespan_s > 0 else ""
+        extra = [
+            f"stock_makespan_s       {batch.stock_s:.6f}{times}",
+            f"micro_batches_held     {'  '.join(map(str, found.held))}",
+        ]
+    lines = [_text(plan, extra), "", _planned_batch(arguments, dag, costs, plan), "", *explain(dag, costs, plan)]
     document = plan.to_json()
     if arguments.frontier or arguments.frontier_picture is not None:
-        found = frontier(dag, costs, limits, **how)
-        document["frontier"] = found.to_json()
-        lines += ["", "the least freezing for each makespan", found.table()]
+        curve = frontier(dag, costs, limits, **how)
+        document["frontier"] = curve.to_json()
+        lines += ["", "the least freezing for each makespan", curve.table()]
         if arguments.frontier_picture is not None:
-            save_picture(arguments.frontier_picture, found.draw)
+            save_picture(arguments.frontier_picture, curve.draw)
     if arguments.json is not None:
         write_text(arguments.json, json.dumps(document, indent=2, allow_nan=False) + "\n")
     print("\n".join(lines))
     return 0
 
 
+def _schedules(arguments: argparse.Namespace) -> list[str]:
+    """What ``--schedule`` names.
+
+    Raises:
+        ConfigError: one is named twice, or an option is of no use with what is named.
+    """
+    schedules = arguments.schedules or []
+    twice = next((name for name in schedules if schedules.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"--schedule names {twice} twice: name each schedule once.")
+    if arguments.most_held is not None and "planned" not in schedules:
+        raise ConfigError("--most-held limits the order that is searched: add planned to --schedule, or leave it out.")
+    if len(schedules) > 1 and (arguments.frontier or arguments.frontier_picture is not None):
+        raise ConfigError("--frontier is of one schedule: name one with --schedule.")
+    return schedules
+
+
 def _planned_batch(arguments: argparse.Namespace, dag: PipelineDag, costs: Costs, plan: Plan) -> str:
     """The planned batch as text; the picture and the trace that were asked for are written."""
+    from rlfreeze_ds.planning.comparison import input_seconds
+
     ratios = {"unfrozen": {}, "planned": plan.ratios}
     batches = {name: dag.simulate(costs.seconds(ratios[name]), costs.transfer_s, costs.tail_s) for name in ratios}
-    _write_batches(arguments, batches, ratios)
+    _write_batches(arguments, batches, ratios, dict.fromkeys(ratios, input_seconds(costs)))
     return _grid("planned", batches["planned"])
+
+
+def _compared(arguments: argparse.Namespace, batches: Mapping[str, PlannedBatch]) -> int:
+    from rlfreeze_ds.planning.comparison import input_seconds, table, to_json
+
+    timelines = {name: batch.timeline for name, batch in batches.items()}
+    ratios = {name: batch.plan.ratios for name, batch in batches.items()}
+    input_s = {name: input_seconds(batch.costs) for name, batch in batches.items()}
+    _write_batches(arguments, timelines, ratios, input_s, critical_path=False)
+    if arguments.json is not None:
+        write_text(arguments.json, json.dumps({"batches": to_json(batches)}, indent=2, allow_nan=False) + "\n")
+    print(table(batches))
+    return 0
 
 
 def _run_timeline(arguments: argparse.Namespace) -> int:
@@ -143,7 +212,11 @@ def _run_timeline(arguments: argparse.Namespace) -> int:
 
 
 def _write_batches(
-    arguments: argparse.Namespace, batches: Mapping[str, Timeline], ratios: Mapping[str, Mapping[Instruction, float]]
+    arguments: argparse.Namespace,
+    batches: Mapping[str, Timeline],
+    ratios: Mapping[str, Mapping[Instruction, float]],
+    input_s: Mapping[str, Mapping[Instruction, float]] | None = None,
+    critical_path: bool = True,
 ) -> None:
     """The picture and the trace that were asked for."""
     from rlfreeze_ds.planning import timeline
@@ -151,7 +224,7 @@ def _write_batches(
 
     if arguments.gantt is not None:
         size = timeline.comparison_size(batches)
-        save_picture(arguments.gantt, lambda ax: timeline.draw_comparison(ax, batches, ratios), size=size)
+        save_picture(arguments.gantt, lambda ax: timeline.draw_comparison(ax, batches, ratios, critical_path, input_s), size=size)
     if arguments.trace is not None:
         write_text(arguments.trace, json.dumps(timeline.chrome_trace(batches, ratios), allow_nan=False) + "\n")
 
@@ -163,8 +236,8 @@ def _grid(name: str, batch: Timeline) -> str:
     return f"the {name} batch (F forward, B = I + W backward, blank: waiting)\n{grid}"
 
 
-def _text(plan: Plan) -> str:
-    """Everything that plan.json holds, for people."""
+def _text(plan: Plan, extra: Sequence[str]) -> str:
+    """Everything that plan.json holds, for people, with ``extra`` lines."""
     stages = "  ".join(f"{ratio:.4f}" for ratio in plan.stage_freeze_ratio)
     return "\n".join(
         [
@@ -178,6 +251,7 @@ def _text(plan: Plan) -> str:
             f"expected_kept_progress {plan.expected_kept_progress:.4f}",
             f"expected_loss_per_second_gain  {plan.expected_loss_per_second_gain:.4f}",
             f"solver                 {plan.solver}",
+            *extra,
             "",
             plan.grid(),
         ]

@@ -5,7 +5,9 @@ Drawing works on a matplotlib Axes that the caller made, so this module needs no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlfreeze_ds.errors import ScheduleError
@@ -21,17 +23,21 @@ Ratios = Mapping[Instruction, float]
 KINDS = {
     "F": ("forward", "#b9c0c8", "-"),
     "B": ("backward", "#6699cc", "="),
-    "I": ("input gradient", "#99bbdd", "="),
+    "I": ("input gradient", "#88aed6", "="),
     "W": ("weight gradient", "#eecc66", "~"),
 }
 """Per kind its name, its colour and its filler in a text. Greys, blues and yellows of different lightness: they differ for
 colour-blind readers and in grey print."""
 
-SKIPPED = "skipped share of weight gradient"
+SKIPPED = "skipped share of weight gradient (half a bar: all)"
+WAITING = "waiting"
 CRITICAL = "critical path"
 MAKESPAN = "makespan"
 _ICE_COLOUR, _PATH_COLOUR, _TEXT_COLOUR = "#e2edf8", "#994455", "#222222"
+_WAITING_COLOUR = "#f1efec"
 _BAR_HEIGHT = 0.8
+# Of a bar's height: what an instruction's freeze ratio is a share of. Below it the bar keeps its colour, for I is never skipped.
+_ICE_HEIGHT = 0.5
 _LABEL_POINTS = 7.0
 _GROUP_GAP = 1.0
 
@@ -67,10 +73,33 @@ def measured_timeline(
     return dag.simulate(seconds, transfer_s, tail_s)
 
 
-def draw(ax: Axes, timeline: Timeline, ratios: Ratios | None = None, critical_path: bool = True) -> None:
+def waiting(timeline: Timeline) -> list[list[tuple[float, float]]]:
+    """Per rank the (start, seconds) in which it runs nothing, from the first start of the batch to its end, transfers included.
+
+    They add up to ``timeline.bubble_ratio`` of the rank-seconds of the batch.
+    """
+    found = []
+    for rank, instructions in enumerate(timeline.dag.schedule.ranks):
+        gaps, end = [], 0.0
+        for i in instructions:
+            gaps.append((end, timeline.start[i] - end))
+            end = timeline.end[i]
+        end += timeline.tail_s.get(rank, 0.0) if instructions else 0.0
+        gaps.append((end, timeline.makespan - end))
+        found.append([(start, seconds) for start, seconds in gaps if seconds > 0])
+    return found
+
+
+def draw(
+    ax: Axes,
+    timeline: Timeline,
+    ratios: Ratios | None = None,
+    critical_path: bool = True,
+    input_s: Mapping[Instruction, float] | None = None,
+) -> None:
     """Draw a batch as a Gantt chart: a row a rank, a bar an instruction, in seconds.
 
-    The upper part of a bar is ice-coloured: as much of its height as the instruction's freeze ratio. Bars carry their
+    The top of a backward's bars is ice-coloured: as much of their upper half as the freeze ratio of its B or W. Bars carry their
     micro-batch where it fits (stage:micro-batch where a rank holds several stages).
 
     Args:
@@ -78,35 +107,49 @@ def draw(ax: Axes, timeline: Timeline, ratios: Ratios | None = None, critical_pa
         timeline: what to draw.
         ratios: the freeze ratios that its durations stand for.
         critical_path: draw one critical path over it, as a line.
+        input_s: of a B, the seconds of its I. Its bar is drawn as an I and a W then, as one B otherwise.
     """
     _set_time_axis(ax, timeline.makespan)
-    _draw_rows(ax, timeline, ratios or {}, 0.0, critical_path)
+    _draw_rows(ax, timeline, ratios or {}, 0.0, critical_path, input_s or {})
     _finish(ax, {float(rank): f"rank {rank}" for rank in range(timeline.dag.schedule.num_ranks)}, above=0.6)
 
 
 def draw_comparison(
-    ax: Axes, timelines: Mapping[str, Timeline], ratios: Mapping[str, Ratios] | None = None
+    ax: Axes,
+    timelines: Mapping[str, Timeline],
+    ratios: Mapping[str, Ratios] | None = None,
+    critical_path: bool = True,
+    input_s: Mapping[str, Mapping[Instruction, float]] | None = None,
 ) -> None:
-    """Draw several batches below each other on one time axis, each as :func:`draw` does, with its makespan.
+    """Draw several batches below each other on one time axis, each as :func:`draw` does, with its makespan, the share of its
+    rank-seconds that is waiting, and the mean of its freeze ratios.
 
     Args:
         ax: an empty matplotlib Axes; :func:`comparison_size` says which size suits it.
         timelines: what to draw, by name; speed-ups are over the first.
         ratios: the freeze ratios that a timeline's durations stand for, by the same names.
+        critical_path: draw one critical path over each.
+        input_s: of a B, the seconds of its I, by the same names.
     """
     _set_time_axis(ax, max((timeline.makespan for timeline in timelines.values()), default=0.0))
     ticks: dict[float, str] = {}
     top, first_s = 0.0, None
     for name, timeline in timelines.items():
         num_ranks, makespan = timeline.dag.schedule.num_ranks, timeline.makespan
-        _draw_rows(ax, timeline, (ratios or {}).get(name, {}), top, critical_path=True)
+        own = (ratios or {}).get(name, {})
+        _draw_rows(ax, timeline, own, top, critical_path, (input_s or {}).get(name, {}))
         ticks |= {top + rank: f"rank {rank}" for rank in range(num_ranks)}
-        text = f"{name}: {makespan:.4g} s"
+        text = f"{makespan:.4g} s"
         if first_s is None:
             first_s = makespan
         elif makespan > 0:
             text += f", {first_s / makespan:.2f}x"
-        ax.text(0.0, top - 0.5, text, ha="left", va="bottom", color=_TEXT_COLOUR, fontsize=9, fontweight="bold")
+        text += f", bubble {timeline.bubble_ratio:.0%}"
+        if any(own.values()):
+            text += f", mean freeze ratio {math.fsum(own.values()) / len(own):.2f}"
+        place = {"ha": "left", "va": "bottom", "color": _TEXT_COLOUR, "fontsize": 9}
+        title = ax.text(0.0, top - 0.5, f"{name}: ", fontweight="bold", **place)
+        ax.annotate(text, (1.0, 0.0), xycoords=title, **place)
         edges = [top - 0.5, top + num_ranks - 0.5]
         ax.plot([makespan, makespan], edges, color=_TEXT_COLOUR, linewidth=1.0, linestyle=":", label=MAKESPAN)
         top += num_ranks + _GROUP_GAP
@@ -116,7 +159,7 @@ def draw_comparison(
 def comparison_size(timelines: Mapping[str, Timeline]) -> tuple[float, float]:
     """Width and height, in inches, that suit :func:`draw_comparison`."""
     num_rows = sum(timeline.dag.schedule.num_ranks + _GROUP_GAP for timeline in timelines.values())
-    return 12.0, 1.2 + 0.32 * num_rows
+    return 12.0, 1.2 + 0.28 * num_rows
 
 
 def _set_time_axis(ax: Axes, longest_s: float) -> None:
@@ -125,24 +168,39 @@ def _set_time_axis(ax: Axes, longest_s: float) -> None:
     ax.set_xlabel("seconds")
 
 
-def _draw_rows(ax: Axes, timeline: Timeline, ratios: Ratios, top: float, critical_path: bool) -> None:
+def _draw_rows(
+    ax: Axes, timeline: Timeline, ratios: Ratios, top: float, critical_path: bool, input_s: Mapping[Instruction, float]
+) -> None:
     """Bars, labels and critical path of one timeline, rank 0 at height ``top``."""
     schedule = timeline.dag.schedule
     row = {i: top + schedule.rank_of(i.stage_id) for i in timeline.start}
     left = timeline.start
     width = {i: timeline.end[i] - timeline.start[i] for i in timeline.start}
+    for rank, gaps in enumerate(waiting(timeline)):
+        if gaps:
+            place = (top + rank - _BAR_HEIGHT / 2, _BAR_HEIGHT)
+            ax.broken_barh(gaps, place, facecolor=_WAITING_COLOUR, linewidth=0, label=WAITING, zorder=0.9)
+    # Per kind the (instruction, start, seconds) of its bars.
+    bars: dict[str, list[tuple[Instruction, float, float]]] = {kind: [] for kind in KINDS}
+    for i in left:
+        if i.kind == "B" and i in input_s:
+            of_input = min(input_s[i], width[i])
+            bars["I"] += [(i, left[i], of_input)] if of_input > 0 else []
+            bars["W"] += [(i, left[i] + of_input, width[i] - of_input)] if width[i] > of_input else []
+        else:
+            bars[i.kind].append((i, left[i], width[i]))
     for kind, (name, colour, _) in KINDS.items():
-        bars = [i for i in left if i.kind == kind]
-        if bars:
+        if bars[kind]:
+            of, starts, seconds = zip(*bars[kind], strict=True)
             ax.barh(
-                [row[i] for i in bars], [width[i] for i in bars], left=[left[i] for i in bars],
+                [row[i] for i in of], seconds, left=starts,
                 height=_BAR_HEIGHT, color=colour, edgecolor="white", linewidth=0.6, label=name,
             )  # fmt: skip
-    skipped = [i for i in left if ratios.get(i, 0.0) > 0]
+    skipped = {i: ratio for i in left if (ratio := _ratio_of(i, ratios)) > 0}
     if skipped:
         ax.barh(
             [row[i] - _BAR_HEIGHT / 2 for i in skipped], [width[i] for i in skipped], left=[left[i] for i in skipped],
-            height=[_BAR_HEIGHT * ratios[i] for i in skipped], align="edge", color=_ICE_COLOUR,
+            height=[_ICE_HEIGHT * _BAR_HEIGHT * ratio for ratio in skipped.values()], align="edge", color=_ICE_COLOUR,
             edgecolor="#9fb6cc", linewidth=0.4, label=SKIPPED,
         )  # fmt: skip
     low_s, high_s = ax.get_xlim()
@@ -151,9 +209,9 @@ def _draw_rows(ax: Axes, timeline: Timeline, ratios: Ratios, top: float, critica
     labels = {i: f"{i.stage_id}:{i.micro_batch_id}" if several else str(i.micro_batch_id) for i in left}
     # The longest label decides for all: a row that stops counting at 9 looks like a mistake.
     needed_s = 0.75 * _LABEL_POINTS * max(map(len, labels.values()), default=0) / points_per_second
-    for i in left:
-        if width[i] > needed_s:
-            place = (left[i] + width[i] / 2, row[i])
+    for i, start, seconds in (bar for of_kind in bars.values() for bar in of_kind):
+        if seconds > needed_s:
+            place = (start + seconds / 2, row[i] + 0.12 * _BAR_HEIGHT)  # clear of the ice
             ax.text(*place, labels[i], ha="center", va="center", fontsize=_LABEL_POINTS, color=_TEXT_COLOUR)
     if critical_path:
         # Along the lower edge of the bars, where it hides neither labels nor the skipped share.
@@ -161,6 +219,13 @@ def _draw_rows(ax: Axes, timeline: Timeline, ratios: Ratios, top: float, critica
         times = [time for i in path for time in (timeline.start[i], timeline.end[i])]
         rows = [row[i] + 0.4 * _BAR_HEIGHT for i in path for _ in range(2)]
         ax.plot(times, rows, color=_PATH_COLOUR, linewidth=1.6, solid_joinstyle="round", label=CRITICAL)
+
+
+def _ratio_of(instruction: Instruction, ratios: Ratios) -> float:
+    """Of a B or W its own; of an I that of its W, for one that is skipped whole has no bar to show it on."""
+    if instruction.kind == "I":
+        instruction = replace(instruction, kind="W")
+    return ratios.get(instruction, 0.0)
 
 
 def _finish(ax: Axes, ticks: Mapping[float, str], above: float) -> None:
@@ -175,7 +240,7 @@ def _finish(ax: Axes, ticks: Mapping[float, str], above: float) -> None:
         ax.spines[side].set_visible(False)
     handles, labels = ax.get_legend_handles_labels()
     drawn = dict(zip(labels, handles, strict=True))
-    order = [name for name in (*(name for name, *_ in KINDS.values()), SKIPPED, CRITICAL, MAKESPAN) if name in drawn]
+    order = [name for name in (*(name for name, *_ in KINDS.values()), SKIPPED, WAITING, CRITICAL, MAKESPAN) if name in drawn]
     if order:
         ax.legend(
             [drawn[name] for name in order], order, ncols=len(order), loc="lower left", bbox_to_anchor=(0.0, 1.0),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rlfreeze_ds.errors import ScheduleError
-from rlfreeze_ds.planning.builders import zb_h1
+from rlfreeze_ds.planning.builders import one_f_one_b, zb_h1
 from rlfreeze_ds.planning.instruction import Instruction
 from rlfreeze_ds.planning.schedule import Schedule, Transfer
 
@@ -36,6 +36,32 @@ def place_transfers(schedule: Schedule, seconds: Mapping[Instruction, float], tr
     while placing.step():
         pass
     return Schedule(schedule.ranks, tuple(map(tuple, placing.placed)))
+
+
+def blocking_1f1b(num_stages: int, num_micro_batches: int) -> Schedule:
+    """1F1B with its transfers where ``deepspeed.runtime.pipe.schedule.TrainSchedule`` has them.
+
+    There stage s runs the forward of micro-batch m in step s + 2 m and its backward in step 2 (num_stages + m) - 1 - s. What a
+    step made is sent away in the next one.
+
+    Raises:
+        ScheduleError: a count below 1.
+    """
+    ranks = []
+    for s, instructions in enumerate(one_f_one_b(num_stages, num_micro_batches).ranks):
+        events: list[tuple[int, int, Instruction | Transfer]] = []
+        for i in instructions:
+            m = i.micro_batch_id
+            step = s + 2 * m if i.is_forward else 2 * (num_stages + m) - 1 - s
+            # In the step of a forward a gradient is sent first, in that of a backward one is received first.
+            came_from, goes_to, place = (s - 1, s + 1, 1) if i.is_forward else (s + 1, s - 1, 0)
+            if 0 <= came_from < num_stages:
+                events.append((step, place, Transfer(Instruction(came_from, m, i.kind))))
+            events.append((step, 2, i))
+            if 0 <= goes_to < num_stages:
+                events.append((step + 1, place, Transfer(i)))
+        ranks.append(tuple(event for *_, event in sorted(events, key=lambda event: event[:2])))
+    return Schedule(tuple(tuple(e for e in rank if isinstance(e, Instruction)) for rank in ranks), tuple(ranks))
 
 
 def blocking_zb_h1(num_stages: int, num_micro_batches: int) -> Schedule:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlfreeze_ds.errors import ScheduleError
-from rlfreeze_ds.planning.builders import gpipe, one_f_one_b
+from rlfreeze_ds.planning.builders import gpipe, one_f_one_b, zb_h1
 from rlfreeze_ds.planning.cost_model import Costs
 from rlfreeze_ds.planning.dag import PipelineDag, Timeline
 from rlfreeze_ds.planning.instruction import Instruction
@@ -15,12 +15,14 @@ from rlfreeze_ds.planning.timeline import (
     CRITICAL,
     KINDS,
     SKIPPED,
+    WAITING,
     chrome_trace,
     comparison_size,
     draw,
     draw_comparison,
     measured_timeline,
     text_grid,
+    waiting,
 )
 
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -170,7 +172,7 @@ def test_the_skipped_share_is_a_share_of_the_bar(ax) -> None:
     (shade,) = next(c for c in ax.containers if c.get_label() == SKIPPED).patches
     (bar,) = [p for c in ax.containers if c.get_label() == "backward" for p in c.patches if p.get_x() == timeline.start[FROZEN]]
     assert (shade.get_x(), shade.get_width()) == (bar.get_x(), bar.get_width())
-    assert shade.get_height() == pytest.approx(ratio * bar.get_height())
+    assert shade.get_height() == pytest.approx(ratio * bar.get_height() / 2)
     assert shade.get_y() == pytest.approx(bar.get_y())  # the upper edge: the axis points down
 
 
@@ -213,17 +215,60 @@ def test_a_written_label_is_inside_its_bar(ax, published: tuple[PipelineDag, Cos
 
 def test_a_comparison_has_one_axis_and_each_makespan(ax) -> None:
     draw_comparison(ax, {**TIMELINES, "measured": DAG.simulate(SECONDS, 0.5)}, RATIOS)
-    assert [text.get_text() for text in ax.texts if ":" in text.get_text()] == [
-        "unfrozen: 9 s", "planned: 8 s, 1.12x", "measured: 10 s, 0.90x",
-    ]  # fmt: skip
+    texts = [text.get_text() for text in ax.texts if not text.get_text().isdigit()]
+    # Each rank is busy for 6 s, but for the second of 1B0 that is planned to be frozen.
+    assert ["".join(pair) for pair in zip(texts[::2], texts[1::2], strict=True)] == [
+        "unfrozen: 9 s, bubble 33%",
+        "planned: 8 s, 1.12x, bubble 31%, mean freeze ratio 0.50",
+        "measured: 10 s, 0.90x, bubble 40%",
+    ]
     ends = [set(line.get_xdata()) for line in ax.lines if line.get_label() == "makespan"]
     assert ends == [{9.0}, {8.0}, {10.0}]
     assert [tick.get_text() for tick in ax.get_yticklabels()] == ["rank 0", "rank 1"] * 3
     assert len(bars(ax, "backward")) == 3 * 4
     assert sum(len(c.patches) for c in ax.containers if c.get_label() == SKIPPED) == 1
     labels = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert labels == ["forward", "backward", SKIPPED, CRITICAL, "makespan"]
+    assert labels == ["forward", "backward", SKIPPED, WAITING, CRITICAL, "makespan"]
     assert ax.get_xlim()[1] >= 10.0
+
+
+def test_a_backward_in_two_is_drawn_as_what_it_is_made_of(ax) -> None:
+    """1B0 of 1.5 s: 1.25 s for the input, and of the other 0.75 s a third for the weights."""
+    timeline = DAG.simulate({**SECONDS, FROZEN: 1.5})
+    draw(ax, timeline, {FROZEN: 2 / 3}, input_s={FROZEN: 1.25, Instruction.parse("0B0"): 9.0})
+    start = timeline.start[FROZEN]
+    assert bars(ax, "weight gradient") == {(start + 1.25, 0.25, 1.0)}
+    assert bars(ax, "input gradient") == {(start, 1.25, 1.0), (timeline.start[Instruction.parse("0B0")], 2.0, 0.0)}
+    assert len(bars(ax, "backward")) == 2 and bars(ax, SKIPPED) == {(start, 1.5, 0.733333333)}
+
+
+def test_a_weight_gradient_that_is_skipped_whole_is_seen_on_its_input_gradient(ax) -> None:
+    dag = PipelineDag(zb_h1(2, 2))
+    timeline = dag.simulate({i: float(str(i) != "1W0") for i in dag.order})
+    draw(ax, timeline, {Instruction.parse("1W0"): 1.0, Instruction.parse("0W0"): 0.0})
+    starts = {start for start, *_ in bars(ax, SKIPPED)}
+    assert starts == {timeline.start[Instruction.parse(text)] for text in ("1I0", "1W0")}
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_what_is_waited_is_the_bubble(ax, index: int) -> None:
+    """Beside the instructions, second by second of each rank."""
+    timeline = random_timelines()[index]
+    timeline = timeline.dag.simulate({i: timeline.end[i] - timeline.start[i] for i in timeline.start}, 0.0007, {0: 0.01})
+    gaps, schedule = waiting(timeline), timeline.dag.schedule
+    total = sum(seconds for of_rank in gaps for _, seconds in of_rank)
+    assert total == pytest.approx(timeline.bubble_ratio * schedule.num_ranks * timeline.makespan)
+    for rank, (of_rank, instructions) in enumerate(zip(gaps, schedule.ranks, strict=True)):
+        spans = [(start, start + seconds) for start, seconds in of_rank]
+        spans += [(timeline.start[i], timeline.end[i]) for i in instructions]
+        spans += [(timeline.end[instructions[-1]], timeline.end[instructions[-1]] + (0.01 if rank == 0 else 0.0))]
+        spans.sort()
+        assert spans[0][0] == 0.0 and spans[-1][1] == pytest.approx(timeline.makespan)
+        assert all(before[1] == pytest.approx(after[0]) for before, after in pairwise(spans))
+    draw(ax, timeline)
+    drawn = [path.get_extents() for collection in ax.collections for path in collection.get_paths()]
+    expected = sorted(gap for of_rank in gaps for gap in of_rank)
+    assert sorted((box.x0, box.width) for box in drawn) == [pytest.approx(gap) for gap in expected]
 
 
 def test_a_comparison_of_empty_batches(ax) -> None:
