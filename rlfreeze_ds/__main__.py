@@ -135,7 +135,7 @@ def _run_plan(arguments: argparse.Namespace) -> int:
         batch = ProfiledBatch(schedule, costs, arguments.most_held)
         if len(schedules) > 1:
             return _compared(arguments, compare(batch, schedules, limits, objective=arguments.objective, **how))
-        found = batch.planned(schedules[0], ask)
+        found = batch.planned(schedules[0], ask, limits.max_freeze_ratio)
         dag, costs, plan = found.dag, found.costs, found.plan
         # The plan's own speed-up is over the same order with nothing frozen, which nobody would run.
         times = f"  ({batch.stock_s / plan.planned_makespan_s:.2f}x)" if plan.planned_makespan_s > 0 else ""

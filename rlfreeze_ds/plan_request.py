@@ -19,7 +19,7 @@ from rlfreeze_ds.planning.dag import PipelineDag
 from rlfreeze_ds.planning.fit import StageFit, fit_transfer
 from rlfreeze_ds.planning.instruction import Instruction
 from rlfreeze_ds.planning.memory import StageMemory
-from rlfreeze_ds.planning.planned_order import Batch, common_order, held, search
+from rlfreeze_ds.planning.planned_order import Batch, best_start, common_order, held, search
 from rlfreeze_ds.planning.progress import StageGradients, StageProgress, measured_stages
 from rlfreeze_ds.planning.schedule import Schedule, from_commands, to_commands
 
@@ -170,16 +170,17 @@ def _with_its_order(
     """The best order depends on what is frozen, and the reverse: orders are searched for some guesses at what each stage freezes,
     and of plans about as fast as the fastest the one that freezes least is taken."""
     orders = [*starting_orders(request)]
-    start = next(filter(splits_backwards, orders), None)  # whole backwards, for a memory limit alone, leave nothing to search
+    starts = [*filter(splits_backwards, orders)]  # whole backwards, for a memory limit alone, leave nothing to search
     limits = [min(len(stages), request.num_micro_batches), *[_most_held(request)] * 3]
     means = [_FIRST_GUESS * request.config.planning.max_freeze_ratio] * len(stages)
     if request.present is not None and _runs(request, request.present.orders):
         orders.append(from_commands(request.present.orders))
         limits, means = [_most_held(request)], _means(request.present)
     found = [replace(decided(order), orders=to_commands(order)) for order in orders]
-    for number, limit in enumerate(limits if start else ()):
-        seconds = {i: _mean_seconds(stages[i.stage_id], i, means[i.stage_id]) for i in start.instructions}
+    for number, limit in enumerate(limits if starts else ()):
+        seconds = {i: _mean_seconds(stages[i.stage_id], i, means[i.stage_id]) for i in starts[0].instructions}
         batch = Batch(seconds, transfer_s, limit, memory_limit(request))
+        start = best_start(len(stages), request.num_micro_batches, batch, *starts)
         order = search(start, batch, seed=len(limits) * request.step + number)
         found.append(replace(decided(order), orders=to_commands(order)))
         means = _means(found[-1])

@@ -19,10 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from rlfreeze_ds.checkpoint import FILE_NAME
 from rlfreeze_ds.log import logger
 from rlfreeze_ds.masked_schedule import BackwardInputPass
-from rlfreeze_ds.planning.lean_orders import stock_order
 from rlfreeze_ds.planning.memory import StageMemory, peak_bytes
 from rlfreeze_ds.planning.schedule import from_commands, to_commands
-from rlfreeze_ds.planning.transfers import blocking_zb_h1
+from rlfreeze_ds.planning.transfers import blocking_1f1b, blocking_zb_h1
 from rlfreeze_ds.telemetry.memory_probe import MeasuredMemory
 from tests import jobs
 from tests.harness import run_ranks
@@ -199,7 +198,7 @@ def limited_jobs() -> dict[Any, Any]:
 
 def test_the_limit_in_jobs() -> None:
     ranks = run_ranks(limited_jobs, 2)
-    zb_h1, stock = to_commands(blocking_zb_h1(2, MICRO_BATCHES)), to_commands(stock_order(2, MICRO_BATCHES))
+    zb_h1, stock = to_commands(blocking_zb_h1(2, MICRO_BATCHES)), to_commands(blocking_1f1b(2, MICRO_BATCHES))
     for (schedule, limit), line in LIMITS.items():
         for stage_id, rank in enumerate(ranks):
             found = rank[schedule, limit]

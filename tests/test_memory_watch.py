@@ -12,10 +12,10 @@ from rlfreeze_ds.errors import SolverError
 from rlfreeze_ds.memory_watch import starting_orders
 from rlfreeze_ds.plan_request import PlanAnswer, PlanRequest, answer, check_answer
 from rlfreeze_ds.planning import planned_order
-from rlfreeze_ds.planning.lean_orders import lean_order, stock_order
+from rlfreeze_ds.planning.lean_orders import lean_order
 from rlfreeze_ds.planning.memory import StageMemory, peak_bytes
 from rlfreeze_ds.planning.schedule import from_commands, to_commands
-from rlfreeze_ds.planning.transfers import blocking_zb_h1
+from rlfreeze_ds.planning.transfers import blocking_1f1b, blocking_zb_h1
 from tests.test_planner import MICRO_BATCHES, REQUEST, planned_request
 
 SIZE = (2, MICRO_BATCHES)
@@ -76,13 +76,13 @@ def test_an_answer_that_breaks_the_limit_is_refused_where_another_keeps_it() -> 
     check_answer(request_for(MOST), zb_h1)
     with pytest.raises(SolverError, match=f"predicted_peak_bytes = .*must be at most {MOST - 1}"):
         check_answer(request_for(MOST - 1), zb_h1)
-    check_answer(request_for(640), with_orders(to_commands(stock_order(*SIZE))))
+    check_answer(request_for(640), with_orders(to_commands(blocking_1f1b(*SIZE))))
     # None keeps it: only what holds no more than the least is taken.
     least = starting_orders(request_for(1))
     assert least == (lean_order(*SIZE, 1, split=False),)
     check_answer(request_for(1), with_orders(to_commands(least[0])))
     with pytest.raises(SolverError, match="must be at most"):
-        check_answer(request_for(1), with_orders(to_commands(stock_order(*SIZE))))
+        check_answer(request_for(1), with_orders(to_commands(blocking_1f1b(*SIZE))))
 
 
 @pytest.mark.parametrize("peaks", [(), (1, 2), (1,), (1.5, 2.0), (-1, 5)])

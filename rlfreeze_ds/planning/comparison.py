@@ -18,7 +18,7 @@ from rlfreeze_ds.planning.cost_model import Costs, Duration
 from rlfreeze_ds.planning.dag import PipelineDag, Timeline
 from rlfreeze_ds.planning.instruction import Instruction
 from rlfreeze_ds.planning.plan import Plan
-from rlfreeze_ds.planning.planned_order import Batch, search
+from rlfreeze_ds.planning.planned_order import Batch, best_start, search
 from rlfreeze_ds.planning.progress import StageProgress
 from rlfreeze_ds.planning.schedule import Schedule, Transfer, to_commands
 from rlfreeze_ds.planning.solver import Limits, solve
@@ -100,25 +100,37 @@ class ProfiledBatch:
         """Seconds of the instructions that a schedule has: whole backwards, or split ones."""
         return self.whole if name == "stock" else self.split
 
-    def planned(self, name: str, ask: Ask) -> PlannedBatch:
+    def planned(self, name: str, ask: Ask, max_freeze_ratio: float) -> PlannedBatch:
         """The batch under a schedule, with the plan that ``ask`` has for it.
 
-        The best searched order depends on what is frozen, and the reverse: so an order for the unfrozen batch, one for what is
-        frozen in it, and of both the one with the better plan.
+        The best searched order depends on what is frozen, and the reverse: so an order for the unfrozen batch, one for the most
+        that may be frozen, and one for what the better plan of these two freezes.
         """
         costs = self.costs(name)
         if name != "planned":
             place = blocking_1f1b if name == "stock" else blocking_zb_h1
             dag = PipelineDag(place(self.num_stages, self.num_micro_batches))
             return PlannedBatch(name, dag, costs, ask(dag, costs))
-        found = []
-        schedule = self._searched
-        for is_last in (False, True):
+
+        found: list[PlannedBatch] = []
+        failure: TargetError | None = None
+
+        def try_order(schedule: Schedule) -> None:
+            nonlocal failure
             dag = PipelineDag(schedule)
-            found.append(PlannedBatch(name, dag, costs, ask(dag, costs)))
-            if is_last or found[-1].plan.mean_freeze_ratio == 0:
-                break
-            schedule = self._search(schedule, found[-1].plan.ratios)
+            try:
+                found.append(PlannedBatch(name, dag, costs, ask(dag, costs)))
+            except TargetError as error:  # in reach of another order, perhaps
+                failure = error
+
+        try_order(self._searched)
+        if max_freeze_ratio > 0:
+            try_order(self._search(dict.fromkeys(costs.freezable, max_freeze_ratio)))
+        if max_freeze_ratio > 0 and found:
+            best = min(found, key=lambda batch: _worth(batch.plan))
+            try_order(self._search(best.plan.ratios, best.dag.schedule))
+        if failure is not None and not found:
+            raise failure
         return min(found, key=lambda batch: _worth(batch.plan))
 
     @cached_property
@@ -130,10 +142,11 @@ class ProfiledBatch:
     @cached_property
     def _searched(self) -> Schedule:
         """The best order of the unfrozen batch that was found."""
-        return self._search(blocking_zb_h1(self.num_stages, self.num_micro_batches), {})
+        return self._search({})
 
-    def _search(self, start: Schedule, ratios: Mapping[Instruction, float]) -> Schedule:
-        return search(start, Batch(self.split.seconds(ratios), self.split.transfer_s, self.most_held))
+    def _search(self, ratios: Mapping[Instruction, float], *known: Schedule) -> Schedule:
+        batch = Batch(self.split.seconds(ratios), self.split.transfer_s, self.most_held)
+        return search(best_start(self.num_stages, self.num_micro_batches, batch, *known), batch)
 
 
 def compare(
@@ -164,11 +177,11 @@ def compare(
     first_s = 0.0
     for name in names:
         title = SCHEDULES[name]
-        found[title] = batch.planned(name, lambda dag, costs: solve(dag, costs, Limits(0.0), **how))
+        found[title] = batch.planned(name, lambda dag, costs: solve(dag, costs, Limits(0.0), **how), 0.0)
         first_s = first_s or found[title].timeline.makespan
         if limits.max_freeze_ratio > 0:
-            planned = batch.planned(name, _question(SCHEDULES[names[0]], first_s, title, limits, objective, how))
-            found[f"{title}, freezing"] = planned
+            ask = _question(SCHEDULES[names[0]], first_s, title, limits, objective, how)
+            found[f"{title}, freezing"] = batch.planned(name, ask, limits.max_freeze_ratio)
     return found
 
 

@@ -9,36 +9,12 @@ from functools import cache
 from rlfreeze_ds.planning.dag import PipelineDag
 from rlfreeze_ds.planning.instruction import Instruction
 from rlfreeze_ds.planning.memory import StageMemory, peak_bytes
-from rlfreeze_ds.planning.schedule import Schedule, from_commands
-from rlfreeze_ds.planning.transfers import blocking_zb_h1, place_transfers
+from rlfreeze_ds.planning.schedule import Schedule
+from rlfreeze_ds.planning.transfers import blocking_1f1b, blocking_zb_h1, place_transfers
 
 # Relative seconds, for choices that are made before anything was measured.
 _NOMINAL = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 _NOMINAL_TRANSFER = 0.02
-
-
-@cache
-def stock_order(num_stages: int, num_micro_batches: int) -> Schedule:
-    """What ``deepspeed.runtime.pipe.schedule.TrainSchedule`` runs, transfers included; backwards are whole.
-
-    Stage s does the F of micro-batch m in step s + 2 m and its B in step 2 (num_stages + m) - s - 1. Before the instruction of
-    a step comes what it needs and what the instruction of the step before made.
-    """
-    words = []
-    for stage_id in range(num_stages):
-        at = {stage_id + 2 * m: "F" for m in range(num_micro_batches)}
-        at |= {2 * (num_stages + m) - stage_id - 1: "B" for m in range(num_micro_batches)}
-        order: list[str] = []
-        for step in range(2 * (num_micro_batches + num_stages - 1)):
-            now, last = at.get(step), at.get(step - 1)
-            is_forward = (step - stage_id) % 2 == 0
-            if stage_id > 0 and is_forward:
-                order += ["SG"] * (last == "B") + ["RA"] * (now == "F")
-            if stage_id + 1 < num_stages and not is_forward:
-                order += ["RG"] * (now == "B") + ["SA"] * (last == "F")
-            order += [now] if now else []
-        words.append(" ".join(order))
-    return from_commands(words)
 
 
 @cache
@@ -73,7 +49,7 @@ def first_orders(
     Args:
         stages: what was measured; not looked at without a limit.
     """
-    usual = stock_order if name == "stock" else blocking_zb_h1
+    usual = blocking_1f1b if name == "stock" else blocking_zb_h1
 
     def holds(schedule: Schedule) -> int:
         return max(peak_bytes(schedule, stages))
@@ -82,7 +58,7 @@ def first_orders(
     if name == "stock" or limit_bytes is None or holds(first) <= limit_bytes:
         return (first,)
     if name == "zb-h1":
-        return (stock_order(num_stages, num_micro_batches),)
+        return (blocking_1f1b(num_stages, num_micro_batches),)
 
     def lean(split: bool) -> Callable[[int], Schedule]:
         return lambda most: lean_order(num_stages, num_micro_batches, most, split=split)
@@ -90,7 +66,7 @@ def first_orders(
     found = [lean_found for split in (True, False) if (lean_found := _fullest(lean(split), num_stages, holds, limit_bytes))]
     if found:
         return tuple(sorted(found, key=_nominal_makespan))
-    least = [first, stock_order(num_stages, num_micro_batches), lean(True)(1), lean(False)(1)]
+    least = [first, blocking_1f1b(num_stages, num_micro_batches), lean(True)(1), lean(False)(1)]
     return (min(least, key=holds),)
 
 

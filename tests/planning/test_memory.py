@@ -7,14 +7,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
-from deepspeed.runtime.pipe.schedule import TrainSchedule
 
 from rlfreeze_ds.planning.dag import PipelineDag
-from rlfreeze_ds.planning.lean_orders import first_orders, lean_order, stock_order
+from rlfreeze_ds.planning.lean_orders import first_orders, lean_order
 from rlfreeze_ds.planning.memory import MemoryLimit, StageMemory, peak_bytes
 from rlfreeze_ds.planning.planned_order import Batch, common_order, makespan, search
-from rlfreeze_ds.planning.schedule import from_commands, from_pipe_schedules, to_commands
-from rlfreeze_ds.planning.transfers import blocking_zb_h1
+from rlfreeze_ds.planning.schedule import from_commands, to_commands
+from rlfreeze_ds.planning.transfers import blocking_1f1b, blocking_zb_h1
 from tests.test_split_schedule import check
 
 # Forward and pairs of a stage of Linear and tanh are near these; the rest differs from everything else, so that none is mixed up.
@@ -60,7 +59,7 @@ def test_peaks_are_those_of_a_count_piece_by_piece(num_stages: int) -> None:
         size = (num_stages, num_micro_batches)
         stages = memory_of(num_stages, num_micro_batches)
         for schedule in (
-            stock_order(*size),
+            blocking_1f1b(*size),
             blocking_zb_h1(*size),
             lean_order(*size, 1, split=True),
             lean_order(*size, 2, split=False),
@@ -75,7 +74,7 @@ def test_peaks_in_closed_form() -> None:
     stages = (FIRST, LAST, LAST, LAST)
     # 1F1B: stage s has num_stages - s forwards under way; received inputs with them, and one more waits where DeepSpeed takes it
     # in before the gradient of an older one is sent.
-    peaks = peak_bytes(stock_order(num_stages, num_micro_batches), stages)
+    peaks = peak_bytes(blocking_1f1b(num_stages, num_micro_batches), stages)
     assert peaks == (1000 + 4 * 50, 1000 + 3 * 53, 1000 + 2 * 53, 1000 + 53)
     # ZB-H1: rank r keeps the pairs of r micro-batches and holds no more than the first stage of 1F1B.
     split = peak_bytes(blocking_zb_h1(num_stages, num_micro_batches), stages)
@@ -83,13 +82,6 @@ def test_peaks_in_closed_form() -> None:
     # One at a time: an F, an I, a W; after the first stage another input has come meanwhile.
     assert peak_bytes(lean_order(2, 4, 1, split=True), (FIRST, FIRST))[0] == 1070
     assert peak_bytes(lean_order(2, 4, 1, split=False), (FIRST, FIRST)) == (1050, 1050)
-
-
-def test_the_stock_order_is_deepspeeds() -> None:
-    for num_stages in range(1, 9):
-        for num_micro_batches in range(1, 17):
-            real = from_pipe_schedules([TrainSchedule(num_micro_batches, num_stages, stage) for stage in range(num_stages)])
-            assert stock_order(num_stages, num_micro_batches) == real
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 7])
@@ -108,7 +100,7 @@ def test_lean_orders_can_run_and_hold_the_less_the_fewer_are_under_way(num_stage
 
 def test_first_orders_keep_the_limit_where_any_does() -> None:
     size, stages = (4, 8), (FIRST, LAST, LAST, LAST)
-    zb_h1, stock = blocking_zb_h1(*size), stock_order(*size)
+    zb_h1, stock = blocking_zb_h1(*size), blocking_1f1b(*size)
     most = max(peak_bytes(zb_h1, stages))
 
     def of(name: str, limit: int | None) -> Sequence[object]:

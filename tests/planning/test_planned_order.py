@@ -10,9 +10,9 @@ import pytest
 from rlfreeze_ds.errors import ScheduleError
 from rlfreeze_ds.planning.dag import PipelineDag
 from rlfreeze_ds.planning.linear_program import make_solver
-from rlfreeze_ds.planning.planned_order import Batch, common_order, held, makespan, needs, ranks_of, search
+from rlfreeze_ds.planning.planned_order import Batch, best_start, common_order, held, makespan, needs, ranks_of, search
 from rlfreeze_ds.planning.schedule import Schedule, Transfer, from_commands
-from rlfreeze_ds.planning.transfers import blocking_zb_h1
+from rlfreeze_ds.planning.transfers import blocking_1f1b, blocking_zb_h1
 from tests.orders import batch_of
 
 
@@ -97,3 +97,19 @@ def test_a_search_is_worth_something_and_a_looser_limit_more() -> None:
 def test_what_the_engine_cannot_run_is_named(orders: tuple[str, ...], message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         common_order(from_commands(orders))
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 2), (4, 8), (8, 24)])
+def test_a_start_suits_the_seconds(stages: int, micro_batches: int) -> None:
+    """With W frozen whole, ZB-H1's usual places lose against plain 1F1B; with F, I and W alike they win."""
+    zero_bubble = blocking_zb_h1(stages, micro_batches)
+    for w, transfer_s in itertools.product((0.0, 0.5, 1.0), (0.0, 0.05)):
+        batch = Batch({i: w if i.kind == "W" else 1.0 for i in zero_bubble.instructions}, transfer_s, min(stages, micro_batches))
+        found = common_order(best_start(stages, micro_batches, batch))
+        whole = blocking_1f1b(stages, micro_batches)
+        seconds = {i: 1.0 if i.is_forward else 1.0 + w for i in whole.instructions}
+        stock_s = PipelineDag(whole).simulate(seconds, transfer_s).makespan
+        usual_s = makespan(common_order(zero_bubble), batch, stages)
+        found_s = makespan(found, batch, stages)
+        assert max(held(found, stages)) <= batch.most_held and found_s <= min(usual_s, stock_s * 1.01) + 1e-9
+        assert stages < 4 or w > 0 or found_s < 0.95 * usual_s
