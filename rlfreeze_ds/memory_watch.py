@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 class MemoryWatch:
-    """Of one rank; the same on all. A step is measured at the start of a run, after a load, and in the first step of a plan, where
-    there is a limit or an order of ours. A job with neither has nothing to gain by it."""
+    """Of one rank; the same on all. A step is measured at the start of a run, after a load, and in the first step of a plan,
+    where there is a limit or an order of ours. A job with neither has nothing to gain by it."""
 
     def __init__(self, config: FreezeConfig, num_stages: int, group: ControlGroup, run_log: RunLog) -> None:
         self._planning = config.planning
