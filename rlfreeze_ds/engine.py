@@ -114,6 +114,8 @@ class FreezeEngineMixin:
         if isinstance(pipe_schedule, ds_schedule.InferenceSchedule):
             super()._exec_schedule(pipe_schedule)
             return
+        if self._orders is not None:
+            check_split_backward(self._config)  # again: it can be configured at any time
         self._step_masks = self.freeze_controller.begin_step(self.micro_batches)
         self._settled = self._observed = False
         self._freeze_profiler.start_step()

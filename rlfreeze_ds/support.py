@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from rlfreeze_ds.control_group import ControlGroup
@@ -103,7 +104,8 @@ def check_split_backward(config: Any) -> None:
         UnsupportedError
     """
     checkpointing = getattr(config, "activation_checkpointing_config", None)
-    if getattr(checkpointing, "contiguous_memory_optimization", False):
+    # The second: by deepspeed.checkpointing.configure, with no such key in the config.
+    if getattr(checkpointing, "contiguous_memory_optimization", False) or ds_checkpointing.CONTIGUOUS_CHECKPOINTING:
         raise UnsupportedError(
             "activation_checkpointing.contiguous_memory_optimization = true: it reuses the memory of inputs, which "
             "a split backward still needs. Set it to false, or leave the backward whole."

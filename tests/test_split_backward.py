@@ -159,16 +159,27 @@ def test_i_and_w_are_timed_and_evaluations_are_untouched() -> None:
         assert whole[("B", 1)] == timing.seconds[("I", 1)] + timing.seconds[("W", 1)] and len(whole) == 8
 
 
-def refusal_job() -> str:
+def refusal_job() -> list[str]:
+    from deepspeed.runtime.activation_checkpointing import checkpointing
+
     from rlfreeze_ds.errors import UnsupportedError
 
-    engine = build_mixed(Cell("fp32", stages=1))
+    cell, messages = Cell("fp32", stages=1), []
+    engine = build_mixed(cell)
     engine._config.activation_checkpointing_config.contiguous_memory_optimization = True
     with pytest.raises(UnsupportedError) as caught:
         engine._split_backwards(delayed(1, 1))
-    engine._split_backwards(None)
-    return str(caught.value)
+    messages.append(str(caught.value))
+    train(engine, cell, range(1))
+    engine._config.activation_checkpointing_config.contiguous_memory_optimization = False
+    engine._split_backwards(delayed(1, 1))
+    checkpointing.CONTIGUOUS_CHECKPOINTING = True  # as checkpointing.configure does
+    with pytest.raises(UnsupportedError) as caught:
+        train(engine, cell, range(1, 2))
+    return [*messages, str(caught.value)]
 
 
 def test_a_mode_that_overwrites_kept_inputs_is_refused() -> None:
-    assert "activation_checkpointing.contiguous_memory_optimization" in run_ranks(refusal_job, 1)[0]
+    (messages,) = run_ranks(refusal_job, 1)
+    assert len(messages) == 2
+    assert all("activation_checkpointing.contiguous_memory_optimization" in message for message in messages)
