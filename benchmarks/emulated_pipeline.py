@@ -175,26 +175,24 @@ class Pace:
 
 
 class Sleep(torch.autograd.Function):
-    """``x`` + the means of ``weights``, in the seconds of ``layer``."""
+    """``x``, in the seconds of ``layer``. A live weight gets the output gradient's sum as its gradient in every element: what is
+    emulated is time, and four ranks share two cores, so as little as possible is computed."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: SleepingLayer, micro_batch_id: int, *weights: torch.Tensor) -> torch.Tensor:
         ctx.layer, ctx.seconds = layer, layer.seconds[micro_batch_id]
         layer.pace.sleep(ctx.seconds[0])
-        return x + sum(weight.mean() for weight in weights)
+        return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         layer, (_, input_gradient, weight_gradient) = ctx.layer, ctx.seconds
         for_input, _, _, *for_weights = ctx.needs_input_grad
-        live = sum(size for size, needed in zip(layer.sizes, for_weights, strict=True) if needed) / sum(layer.sizes)
+        live = sum(size for size, needed in zip(layer.sizes, for_weights, strict=True) if needed) / layer.size
         layer.pace.sleep(for_input * input_gradient + live * weight_gradient)
         total = gradient.sum()
-        of_weights = [total / n if needed else None for n, needed in zip(layer.sizes, for_weights, strict=True)]
-        return (
-            gradient if for_input else None, None, None,
-            *(g if g is None else g.expand(n) for g, n in zip(of_weights, layer.sizes, strict=True)),
-        )  # fmt: skip
+        of_weights = (total.expand(n) if needed else None for n, needed in zip(layer.sizes, for_weights, strict=True))
+        return gradient if for_input else None, None, None, *of_weights
 
 
 class SleepInTwo:
@@ -202,13 +200,13 @@ class SleepInTwo:
 
     bias = None
 
-    def __init__(self, layer: SleepingLayer, micro_batch_id: int) -> None:
+    def __init__(self, layer: SleepingLayer, micro_batch_id: int, live: Sequence[nn.Parameter]) -> None:
         self._layer, self._seconds = layer, layer.seconds[micro_batch_id]
-        self.parameters = tuple(weight for weight in layer.weights if weight.requires_grad)
+        self.parameters = tuple(live)
 
     def output(self, x: torch.Tensor) -> torch.Tensor:
         self._layer.pace.sleep(self._seconds[0])
-        return x + sum(weight.mean() for weight in self._layer.weights)
+        return x.clone()
 
     def saved_weight(self) -> None:
         return None
@@ -219,8 +217,9 @@ class SleepInTwo:
 
     def weight_gradients(self, gradient: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         sizes = [weight.numel() for weight in self.parameters]
-        self._layer.pace.sleep(sum(sizes) / sum(self._layer.sizes) * self._seconds[2])
-        return tuple((gradient.sum() / size).expand(size) for size in sizes)
+        self._layer.pace.sleep(sum(sizes) / self._layer.size * self._seconds[2])
+        total = gradient.sum()
+        return tuple(total.expand(size) for size in sizes)
 
 
 class SleepingLayer(nn.Module):
@@ -231,6 +230,7 @@ class SleepingLayer(nn.Module):
         stage, layer = divmod(index, len(emulated.sizes))
         shares = (emulated.shares[layer], emulated.input_share(stage, layer), emulated.shares[layer])
         self.sizes = emulated.sizes[layer]
+        self.size = sum(self.sizes)
         self.weights = nn.ParameterList(nn.Parameter(torch.zeros(size)) for size in self.sizes)
         self.pace = pace
         self.seconds = [tuple(share * s for share, s in zip(shares, row, strict=True)) for row in emulated.seconds[stage]]
@@ -242,10 +242,12 @@ class SleepingLayer(nn.Module):
         self._num_forwards += 1
         if self.makes_input_need_gradient and not x.requires_grad:
             x = x.detach().requires_grad_()
+        weights = tuple(self.weights)
         catcher = weight_gradients._catcher  # set while our engine runs the forward of a backward in two
-        if catcher is not None and any(weight.requires_grad for weight in self.weights):
-            return catcher.record(SleepInTwo(self, micro_batch_id), x)
-        return Sleep.apply(x, self, micro_batch_id, *self.weights)
+        live = [weight for weight in weights if weight.requires_grad] if catcher is not None else []
+        if live:
+            return catcher.record(SleepInTwo(self, micro_batch_id, live), x)
+        return Sleep.apply(x, self, micro_batch_id, *weights)
 
 
 class Watch:
