@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlfreeze_ds.history import FIT_STEPS
 from tests import jobs
 from tests.harness import run_ranks
 from tests.test_engine import LAYERS, QUICK, build, slow_weight_gradients
@@ -95,13 +96,14 @@ def soak_job() -> dict[str, Any]:
     engine = build(2, jobs.ds_config(MICRO_BATCHES, rlfreeze=QUICK | {"replan_interval": 25, "planning": {}}))
 
     def count() -> dict[str, int]:
-        parameters = list(engine.module.parameters())
+        parameters, state = list(engine.module.parameters()), engine.freeze_controller.state_dict()
         return {
             "hooks": sum(len(p._backward_hooks or ()) for p in parameters)
             + sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in engine.module.modules()),
             "threads": threading.active_count(),
             "files": len(os.listdir("/proc/self/fd")),
-            "state": len(str(engine.freeze_controller.state_dict())),
+            "recent steps": len(state.pop("recent")),  # a window, emptied when batches drift from the plan
+            "state": len(str(state)),
             "in flight": len(engine.freeze_controller._in_flight),
         }
 
@@ -124,6 +126,7 @@ def soak_job() -> dict[str, Any]:
 def test_five_hundred_steps_grow_nothing_and_evaluations_leave_no_trace() -> None:
     for result in run_ranks(soak_job, 2):
         early, late = result["counts"][100], result["counts"][500]
+        assert max(early.pop("recent steps"), late.pop("recent steps")) <= FIT_STEPS
         assert late.pop("state") < 1.2 * early.pop("state")  # numbers of other lengths, and a plan or none
         assert early == late
         assert all(result["evaluations"])
