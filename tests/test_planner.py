@@ -508,14 +508,15 @@ def failing_job(what: str) -> dict[str, Any]:
         hopeless = what == "hangs" and len(decisions) == 1 and not warnings
         plan_process.GRACE_S = -58.0 if hopeless else 30.0  # beyond the time limit of 60 s
         steps.append(train_step(engine, len(steps)))
+        decided = steps[-1]["decided"]
+        if decided is not None and decided not in decisions:
+            decisions.append(decided)
+        # The step that takes the first plan may ask for the second, which is answered by the next.
         second = len(decisions) == 1 and controller.planner.pending and not warnings
         if second and engine.global_rank == 0 and not pids:
             pids.append(worker_pid(engine))
             if what == "killed":
                 os.kill(pids[0], signal.SIGKILL)
-        decided = steps[-1]["decided"]
-        if decided is not None and decided not in decisions:
-            decisions.append(decided)
     return {"steps": steps, "warnings": warnings, "pids": pids, "decisions": decisions}
 
 
