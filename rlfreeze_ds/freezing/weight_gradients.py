@@ -80,12 +80,15 @@ class WeightGradients:
             buffers: that are written to again before its W, such as the one that gradients are received in.
         """
         self._backward_of = micro_batch_id
+        without = [parameter for parameter in self._parameters if parameter.grad is None]
         try:
             with self.forward():
                 yield
         finally:
             self._backward_of = None
-        self._copy_shared(self._kept.get(micro_batch_id, ()), buffers)
+        # Autograd may pass its own tensor on to a parameter that has no gradient yet; to another it adds.
+        first = [parameter.grad for parameter in without if parameter.grad is not None]
+        self._copy_shared(self._kept.get(micro_batch_id, ()), [*buffers, *first])
 
     def waiting(self, micro_batch_id: int) -> list[Parameter]:
         """The parameters that the W of ``micro_batch_id`` gives a gradient."""
@@ -164,14 +167,11 @@ class WeightGradients:
         pair = KeptPair(operation, x, gradient, torch._C._current_graph_task_id(), (x._version, gradient._version))
         self._kept.setdefault(self._backward_of, []).append(pair)
 
-    def _copy_shared(self, pairs: Sequence[KeptPair], buffers: Sequence[Tensor]) -> None:
-        """Copy the gradients whose memory somebody else will write to: a buffer, or what a parameter accumulates in, which may
-        be the very tensor that autograd passed on to it."""
-        if not pairs:
+    def _copy_shared(self, pairs: Sequence[KeptPair], others: Sequence[Tensor]) -> None:
+        """Copy the gradients whose memory somebody else will write to: a buffer, or what a parameter accumulates in."""
+        shared = {tensor.untyped_storage().data_ptr() for tensor in others if tensor.layout == torch.strided}
+        if not shared:
             return
-        accumulated = (parameter.grad for parameter in self._parameters if parameter.grad is not None)
-        dense = (tensor for tensor in (*buffers, *accumulated) if tensor.layout == torch.strided)
-        shared = {tensor.untyped_storage().data_ptr() for tensor in dense}
         for pair in pairs:
             if pair.gradient.untyped_storage().data_ptr() in shared:
                 pair.gradient = pair.gradient.clone()
